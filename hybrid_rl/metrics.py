@@ -1,0 +1,151 @@
+"""Where the time went and what came out: the timeline, a row of metrics per step, TensorBoard, the rollouts."""
+
+import json
+import math
+import os
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# A build without CUDA has no NVTX; asking for the build, not the device, leaves the driver untouched.
+_HAS_NVTX = torch.version.cuda is not None
+# About 100 MB at the most. A longer run keeps its latest events.
+_MAX_EVENTS = 200_000
+
+
+class Timeline:
+    """Spans and counters of one rank as Chrome trace events, which https://ui.perfetto.dev opens.
+
+    Spans are host time: a kernel still in flight counts for the span that waits for it. Time stamps come from the
+    monotonic clock, so the files of all ranks of a node share one axis.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = rank
+        self._events: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
+        self._lanes: dict[str, int] = {}
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def span(
+        self, name: str, *, phase: str = "", step: int | None = None, lane: str = "main", **args: Any
+    ) -> Iterator[dict[str, Any]]:
+        """Record the body's duration, also as an NVTX range `step/phase/name` where PyTorch is built with CUDA.
+
+        Args:
+            name: what runs; `take_seconds` sums durations by it.
+            phase, step: kept with the event.
+            lane: row of the timeline. Spans of one lane must nest.
+            **args: JSON values kept with the event. The body may add more to the yielded dict; `bytes` makes GB_per_s.
+        """
+        if _HAS_NVTX:
+            torch.cuda.nvtx.range_push("/".join(str(part) for part in (step, phase, name) if part not in (None, "")))
+        start = time.monotonic_ns()
+        try:
+            yield args
+        finally:
+            duration = time.monotonic_ns() - start
+            if _HAS_NVTX:
+                torch.cuda.nvtx.range_pop()
+            self._seconds[name] += duration / 1e9
+            if "bytes" in args:
+                args.setdefault("GB_per_s", round(args["bytes"] / max(duration, 1), 3))
+            tid = self._lanes.setdefault(lane, len(self._lanes))
+            event = {"name": name, "cat": phase or "none", "ph": "X", "ts": start / 1e3, "dur": duration / 1e3}
+            self._events.append(
+                {**event, "pid": self._rank, "tid": tid, "args": {"step": step, "phase": phase, **args}}
+            )
+
+    def counter(self, name: str, **values: float) -> None:
+        """Record values that hold from now on; Perfetto stacks the values of one counter."""
+        event = {"name": name, "ph": "C", "ts": time.monotonic_ns() / 1e3, "pid": self._rank, "args": values}
+        self._events.append(event)
+
+    def take_seconds(self) -> dict[str, float]:
+        """Return the seconds per span name since the last call; a span inside another counts in both."""
+        seconds, self._seconds = dict(self._seconds), defaultdict(float)
+        return seconds
+
+    def write(self, path: Path) -> None:
+        """Write everything recorded so far as one JSON file, atomically."""
+        names = [{"name": "process_name", "ph": "M", "pid": self._rank, "args": {"name": f"rank {self._rank}"}}]
+        names += [
+            {"name": "thread_name", "ph": "M", "pid": self._rank, "tid": tid, "args": {"name": lane}}
+            for lane, tid in self._lanes.items()
+        ]
+        trace = {"traceEvents": [*names, *self._events], "displayTimeUnit": "ms"}
+        _write_atomically(path, json.dumps(trace, allow_nan=False))
+
+
+class MetricsWriter:
+    """Appends one row per step to metrics.jsonl and mirrors it into TensorBoard."""
+
+    def __init__(self, run_dir: Path, resume_step: int = 0) -> None:
+        """Open the files of a run; rows from resume_step on, which this run writes again, are removed first."""
+        from torch.utils.tensorboard import SummaryWriter  # takes a second to import, and only rank 0 writes
+
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = run_dir / "metrics.jsonl"
+        kept = [row for row in _complete_lines(path) if json.loads(row)["step"] < resume_step]
+        _write_atomically(path, "".join(kept))
+        self._last_step = json.loads(kept[-1])["step"] if kept else -1
+        self._file = path.open("a", encoding="utf-8")
+        self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append the row of a step; it is on the disk when this returns.
+
+        Raises:
+            ValueError: a metric is not finite, or the step is not after the last one written.
+        """
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                raise ValueError(f"metric {name} = {value} at step {step}: must be finite")
+        if step <= self._last_step:
+            raise ValueError(
+                f"step = {step}: must be greater than {self._last_step}, the last step in {self._file.name}"
+            )
+        values = {name: float(value) for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._last_step = step
+        for name, value in values.items():
+            self._tensorboard.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close both."""
+        self._file.close()
+        self._tensorboard.close()
+
+
+def write_rollouts(run_dir: Path, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Write a step's rollouts, one JSON object per line, and return the file; an earlier one is replaced."""
+    path = run_dir / "rollouts" / f"step_{step:06d}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _write_atomically(path, "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows))
+    return path
+
+
+def _complete_lines(path: Path) -> list[str]:
+    """Return the file's lines, none if it does not exist, without one that a killed process left half written."""
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8") as file:
+        return [line for line in file if line.endswith("\n")]
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """Replace the file so that a reader, or a crash, sees the old text or the new."""
+    partial = path.with_name(f"{path.name}.partial")
+    # Half a surrogate pair, which sampled bytes can decode to, is no UTF-8; its backslash escape is the same JSON.
+    with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
