@@ -9,9 +9,10 @@ TORCH := $(shell sed -n 's/^torch==//p' $(LOCK))
 # One stamp per content of the lock, so that a second call installs nothing and a new lock does.
 STAMP := .venv/.installed-$(shell sha256sum < $(LOCK) | cut -c1-16)
 
-VERSION_CHECK := import sys; sys.exit(sys.version_info[:2] not in {(3, 11), (3, 12)})
 # The GPU lock was resolved for 3.12, and some of its versions refuse 3.11.
-CANDIDATES := $(if $(filter gpu,$(DEVICE)),python3.12,python3.11 python3.12) python3
+VERSIONS := $(if $(filter gpu,$(DEVICE)),3.12,3.11/3.12)
+CANDIDATES := $(patsubst %,python%,$(subst /, ,$(VERSIONS))) python3
+VERSION_CHECK := import sys; sys.exit("{}.{}".format(*sys.version_info) not in "$(VERSIONS)".split("/"))
 PYTHON ?= $(shell for p in $(CANDIDATES); do if $$p -c '$(VERSION_CHECK)' 2>/dev/null; then echo $$p; break; fi; done)
 
 export DO_NOT_TRACK := 1
@@ -45,15 +46,15 @@ lock:  ## resolve requirements/*.in again; needs python3.11 and python3.12, each
 install: $(STAMP)  ## create .venv from the locked requirements
 
 $(STAMP):
-	@test -n "$(PYTHON)" || { echo "error: none of $(CANDIDATES) is Python 3.11 or 3.12; give one with PYTHON=..." >&2; exit 1; }
-	@"$(PYTHON)" -c '$(VERSION_CHECK)' || { echo "error: PYTHON=$(PYTHON) is not Python 3.11 or 3.12" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "error: none of $(CANDIDATES) is Python $(VERSIONS); give one with PYTHON=..." >&2; exit 1; }
+	@"$(PYTHON)" -c '$(VERSION_CHECK)' || { echo "error: PYTHON=$(PYTHON) is not Python $(VERSIONS)" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null \
 	  || { echo "error: $(PYTHON) has no venv module; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
-	@test -x .venv/bin/pip || "$(PYTHON)" -m venv .venv
+	@.venv/bin/python -c 'import pip; $(VERSION_CHECK)' 2>/dev/null || "$(PYTHON)" -m venv --clear .venv
 	@echo "installing $(LOCK) into .venv; the first time takes a few minutes"
 	@# PyTorch's own index only where the configured ones lack the CPU build: PyPI's torch is the CUDA one.
 	@index=; if [ $(DEVICE) = cpu ] && ! .venv/bin/pip index versions torch 2>/dev/null | grep -F '$(TORCH)' >/dev/null; then \
 	  index="--extra-index-url https://download.pytorch.org/whl/cpu"; fi; \
 	  .venv/bin/pip install -qq --no-deps $$index -r $(LOCK)
 	@.venv/bin/pip install -qq --no-deps --no-build-isolation -e .
-	@touch $@
+	@rm -f .venv/.installed-* && touch $@
