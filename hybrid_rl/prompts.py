@@ -1,0 +1,328 @@
+"""Where prompts come from: rows of a file or a task, their token ids, and the order in which steps see them."""
+
+import csv
+import difflib
+import hashlib
+import json
+import logging
+import random
+from numbers import Number
+from pathlib import Path
+from typing import Any
+
+import datasets
+import jinja2
+import pyarrow
+import pyarrow.parquet
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rl.batch import Prompt
+from hybrid_rl.config import ConfigError, PromptsConfig, check
+from hybrid_rl.rewards.rules import import_reasoning_gym
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+Message = dict[str, Any]
+
+TASK_PREFIX = "reasoning_gym:"
+
+
+def load_rows(path: str, config: PromptsConfig, *, seed: int, num_rows: int | None = None) -> list[Row]:
+    """Return the rows of a data set, each checked to hold a prompt and, where `answer_column` is set, an answer.
+
+    Args:
+        path: one of the forms of `prompts.path`.
+        seed: makes the rows of `reasoning_gym:<task>`; other forms ignore it.
+        num_rows: how many to take from the start (or to generate, default `num_generated`); None takes all.
+    Raises:
+        ConfigError: names the field, the file, the row and the columns that are there.
+    """
+    source = f"prompts.{'eval_path' if path == config.eval_path != config.path else 'path'} = {path}"
+    is_task = path.startswith(TASK_PREFIX)
+    if is_task:
+        rows = _generate_rows(path.removeprefix(TASK_PREFIX), config, source, seed, num_rows or config.num_generated)
+    else:
+        rows = _read_rows(Path(path), config, source)[:num_rows]
+    check(bool(rows), f"{source}: holds no rows")
+
+    for number, row in enumerate(rows):
+        where = f"{source}: row {number}"
+        _prompt_of(row, config, where)
+        # Some tasks have no single answer and are scored through their entry.
+        check(
+            is_task or config.answer_column is None or _answer_of(row, config, where) is not None,
+            f"{where}: '{config.answer_column}' (prompts.answer_column) is empty",
+        )
+    return rows
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, row: Row, config: PromptsConfig, *, prompt_id: int = 0) -> Prompt:
+    """Return a row as the prompt that the engine receives and the trainer trains on.
+
+    Text is tokenised the tokenizer's own way, chat messages through its chat template up to the start of the response.
+    A BOS that both the template and the tokenizer would add stands there once.
+
+    Args:
+        row: `prompt_column` is text or chat messages; `answer_column` may be missing; all others become metadata.
+        prompt_id: row number in the data set.
+    Raises:
+        ConfigError: names the row, when it gives no token or its chat cannot be rendered.
+    """
+    where = f"row {prompt_id}"
+    value = _prompt_of(row, config, where)
+    if isinstance(value, str) and not config.chat:
+        check(
+            config.system_message is None,
+            f"prompts.system_message is set but {where} is text: give chat messages or prompts.chat = true",
+        )
+        text, token_ids = value, list(tokenizer(value)["input_ids"])
+    else:
+        messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+        text = _render_chat(tokenizer, messages, config, where)
+        token_ids = _added_bos(tokenizer) + tokenizer(text, add_special_tokens=False)["input_ids"]
+    while tokenizer.bos_token_id is not None and token_ids[:2] == [tokenizer.bos_token_id] * 2:
+        token_ids = token_ids[1:]
+    check(bool(token_ids), f"{where}: its prompt {text!r} gives no tokens")
+
+    return Prompt(
+        prompt_id=prompt_id,
+        text=text,
+        token_ids=token_ids,
+        answer=_answer_of(row, config, where) if config.answer_column in row else None,
+        metadata={name: v for name, v in row.items() if name not in (config.prompt_column, config.answer_column)},
+    )
+
+
+def load_prompts(
+    path: str, tokenizer: PreTrainedTokenizerBase, config: PromptsConfig, *, seed: int, num_rows: int | None = None
+) -> list[Prompt]:
+    """Return the prompts of a data set in its order; too long ones are an error, or dropped and logged.
+
+    Arguments are those of `load_rows`. A dropped row keeps its number: `prompt_id` always counts rows of the data set.
+
+    Raises:
+        ConfigError: as `load_rows` and `encode_prompt`; a prompt is too long and `overlong` is error; none is left.
+    """
+    rows = load_rows(path, config, seed=seed, num_rows=num_rows)
+    prompts = [encode_prompt(tokenizer, row, config, prompt_id=number) for number, row in enumerate(rows)]
+    kept = [p for p in prompts if len(p.token_ids) <= config.max_prompt_tokens]
+    if len(kept) == len(prompts):
+        return kept
+
+    first = next(p for p in prompts if len(p.token_ids) > config.max_prompt_tokens)
+    finding = (
+        f"{path}: {len(prompts) - len(kept)} of {len(prompts)} prompts are longer than prompts.max_prompt_tokens = "
+        f"{config.max_prompt_tokens}, first row {first.prompt_id} with {len(first.token_ids)} tokens"
+    )
+    check(config.overlong == "drop", f"{finding}: raise the limit or set prompts.overlong = drop")
+    check(bool(kept), f"{finding}: prompts.overlong = drop leaves none")
+    logger.warning("%s: dropped", finding)
+    return kept
+
+
+class PromptLoader:
+    """Endless steps of prompts, resumable at any of them.
+
+    The order is a function of seed and epoch alone, and every rank walks the same one: of each batch, rank r of n takes
+    every n-th prompt from the r-th on. An epoch ends in a smaller batch when its prompts do not divide, and no batch
+    spans two epochs.
+    """
+
+    def __init__(
+        self,
+        prompts: list[Prompt],
+        *,
+        batch_size: int,
+        seed: int,
+        shuffle: bool,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        """Start before the first step of epoch 0; `batch_size` counts prompts per step over all ranks."""
+        check(bool(prompts), "the prompt loader got no prompts")
+        check(batch_size > 0, f"batch_size = {batch_size}: must be greater than 0")
+        self._prompts = prompts
+        self._batch_size = batch_size
+        self._order_settings = {"seed": seed, "shuffle": shuffle}
+        self._rank, self._world_size = rank, world_size
+        self._fingerprint = _fingerprint(prompts)
+        self._start_epoch(0)
+
+    def next_batch(self) -> list[Prompt]:
+        """Return this rank's share of the next step; empty when the batch has fewer prompts than there are ranks."""
+        if self._position == len(self._order):
+            self._start_epoch(self._epoch + 1)
+        batch = self._order[self._position : self._position + self._batch_size]
+        self._position += len(batch)
+        return [self._prompts[index] for index in batch[self._rank :: self._world_size]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the next step starts, the same on every rank and for any number of them."""
+        place = {"epoch": self._epoch, "position": self._position, "fingerprint": self._fingerprint}
+        return place | self._order_settings
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where the state was taken; `batch_size` and the number of ranks may differ.
+
+        Raises:
+            ConfigError: the prompts or their order are not those of the state.
+        """
+        check(
+            state["fingerprint"] == self._fingerprint,
+            f"the data set is not the checkpoint's: the hash of its token ids and answers is {self._fingerprint}, was "
+            f"{state['fingerprint']}; bring the old data and tokenizer back, or start anew with run.resume = never",
+        )
+        for name, value in self._order_settings.items():
+            check(
+                state[name] == value,
+                f"{name} = {value}, but the checkpoint's prompt order has {name} = {state[name]}: keep it to resume",
+            )
+        self._start_epoch(state["epoch"])
+        self._position = state["position"]
+
+    def _start_epoch(self, epoch: int) -> None:
+        self._epoch, self._position = epoch, 0
+        self._order = list(range(len(self._prompts)))
+        if self._order_settings["shuffle"]:
+            random.Random(f"{self._order_settings['seed']} {epoch}").shuffle(self._order)
+
+
+def _fingerprint(prompts: list[Prompt]) -> str:
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(repr((prompt.token_ids, prompt.answer)).encode())
+    return digest.hexdigest()[:16]
+
+
+def _prompt_of(row: Row, config: PromptsConfig, where: str) -> str | list[Message]:
+    value = _column(row, config.prompt_column, "prompts.prompt_column", where)
+    is_chat = isinstance(value, list) and bool(value) and all(map(_is_message, value))
+    check(
+        isinstance(value, str) or is_chat,
+        f"{where}: '{config.prompt_column}' (prompts.prompt_column) must be text, or a list of messages with text in "
+        f"`role` and `content`; got {str(value)[:80]!r}",
+    )
+    return value
+
+
+def _answer_of(row: Row, config: PromptsConfig, where: str) -> str | None:
+    value = _column(row, config.answer_column, "prompts.answer_column", where)
+    check(
+        value is None or isinstance(value, str | Number),
+        f"{where}: '{config.answer_column}' (prompts.answer_column) must be text or a number, got {str(value)[:80]!r}",
+    )
+    return None if value is None else str(value)
+
+
+def _column(row: Row, name: str | None, field: str, where: str) -> Any:
+    if name not in row:
+        raise ConfigError(f"{where} has no column '{name}'; set {field} to one of: {', '.join(map(str, row))}")
+    return row[name]
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def _render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message], config: PromptsConfig, where: str) -> str:
+    check(
+        bool(tokenizer.chat_template),
+        f"{where} is a chat prompt but the tokenizer {tokenizer.name_or_path!r} has no chat template: "
+        "give text prompts with prompts.chat = false, or a tokenizer that has one",
+    )
+    if config.system_message is not None:
+        check(
+            messages[0]["role"] != "system",
+            f"prompts.system_message is set but {where} starts with a system message of its own: drop one of them",
+        )
+        messages = [{"role": "system", "content": config.system_message}, *messages]
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"{where}: the tokenizer's chat template refuses its messages: {error}") from error
+
+
+def _added_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return what the tokenizer puts before a text: [BOS] or []."""
+    first = list(tokenizer("")["input_ids"][:1])
+    return first if first == [tokenizer.bos_token_id] else []
+
+
+def _generate_rows(task: str, config: PromptsConfig, source: str, seed: int, num_rows: int) -> list[Row]:
+    reasoning_gym = import_reasoning_gym()
+    known = reasoning_gym.factory.DATASETS
+    close = ", ".join(difflib.get_close_matches(task, known, n=5)) or ", ".join(sorted(known))
+    check(task in known, f"{source}: reasoning_gym has no task '{task}'; did you mean: {close}")
+    # A task seeds entry i with seed + i: training and evaluation on neighbouring seeds would share nearly all entries.
+    spread_seed = random.Random(seed).getrandbits(31)
+    try:
+        entries = reasoning_gym.create_dataset(task, size=num_rows, seed=spread_seed, **config.task_options)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"{source}: prompts.task_options = {config.task_options} do not suit it: {error}") from error
+    answer_column = config.answer_column or "answer"
+    return [{config.prompt_column: e["question"], answer_column: e["answer"], "entry": e} for e in entries]
+
+
+def _read_rows(path: Path, config: PromptsConfig, source: str) -> list[Row]:
+    check(path.exists(), f"{source}: no such file or folder")
+    try:
+        if path.is_dir():
+            return _read_folder(path, source)
+        match path.suffix:
+            case ".jsonl" | ".json":
+                return _read_jsonl(path, source)
+            case ".csv":
+                return _read_csv(path, config, source)
+            case ".parquet":
+                return pyarrow.parquet.read_table(path).to_pylist()
+    except (UnicodeDecodeError, csv.Error, pyarrow.ArrowInvalid) as error:
+        raise ConfigError(f"{source}: cannot be read: {error}") from error
+    raise ConfigError(f"{source}: must be .jsonl, .csv, .parquet, a dataset folder or {TASK_PREFIX}<task>")
+
+
+def _read_folder(path: Path, source: str) -> list[Row]:
+    try:
+        data = datasets.load_from_disk(str(path))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{source}: is not a folder written by datasets' save_to_disk") from error
+    if isinstance(data, datasets.DatasetDict):
+        split = "train" if len(data) > 1 else next(iter(data))
+        check(split in data, f"{source}: has no split 'train' but {', '.join(data)}: give the folder of one")
+        data = data[split]
+    return data.to_list()
+
+
+def _read_jsonl(path: Path, source: str) -> list[Row]:
+    rows = []
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{source}: line {number} is not JSON: {error}") from error
+            check(isinstance(row, dict), f"{source}: line {number} is not a JSON object; each line must be one")
+            rows.append(row)
+    return rows
+
+
+def _read_csv(path: Path, config: PromptsConfig, source: str) -> list[Row]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows: list[Row] = list(csv.DictReader(file, strict=True))
+    for number, row in enumerate(rows):
+        check(None not in row, f"{source}: row {number} has more fields than the header")
+        text = row.get(config.prompt_column)
+        if text and text.startswith("["):
+            row[config.prompt_column] = _parse_messages(text)
+    return rows
+
+
+def _parse_messages(text: str) -> str | list[Message]:
+    """Return the chat messages that a CSV field holds as JSON, or the text if it holds none."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        return text
+    return value if isinstance(value, list) and value and all(map(_is_message, value)) else text

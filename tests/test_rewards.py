@@ -1,0 +1,310 @@
+"""Scorers, and what a bad one can do to a run: nothing but cost its time limit."""
+
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hybrid_rl.batch import Prompt, Rollout
+from hybrid_rl.config import ConfigError
+from hybrid_rl.rewards import FUNCTIONS, ScorerPool, load_scorer
+
+SCORERS = """
+import os, signal, sys, time, threading, math
+import numpy
+
+def length(prompt, response): return len(response)
+def answer_is_seven(prompt, response): return prompt.answer == "7" and prompt.metadata["k"] == 1
+def numpy_scalar(prompt, response): return numpy.float32(0.5)
+def numpy_array(prompt, response): return numpy.array([[0.5]])
+def none(prompt, response): return None
+def text(prompt, response): return "1.0"
+def listed(prompt, response): return [1.0]
+def two_values(prompt, response): return numpy.ones((2, 1))
+def nan(prompt, response): return math.nan
+def inf(prompt, response): return math.inf
+def raises(prompt, response): raise KeyError("gold")
+def sleeps(prompt, response): time.sleep(60)
+def holds_gil(prompt, response): return (9 ** 9 ** 9) % 10
+def exits(prompt, response): print("bye"); exit()
+def os_exits(prompt, response): os._exit(3)
+def crashes(prompt, response): os.kill(os.getpid(), signal.SIGSEGV)
+def prints(prompt, response): print("noise" * 1000); sys.stderr.write("noise"); return 1.0
+def reads(prompt, response): return input()
+def loads_torch(prompt, response): return "torch" in sys.modules
+def process_id(prompt, response): return os.getpid()
+
+def bad_at_3(prompt, response):
+    if prompt.prompt_id == 3: time.sleep(60)
+    return 1.0
+
+def alarm(prompt, response):
+    def stop(*_): raise TimeoutError
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(5)
+    signal.alarm(0)
+    return 1.0
+
+def forgotten_alarm(prompt, response): signal.setitimer(signal.ITIMER_REAL, 0.2); return 1.0
+
+def dies_when_idle(prompt, response):
+    threading.Timer(0.1, lambda: os._exit(1)).start()
+    return 1.0
+
+def starts_a_child(prompt, response):
+    import subprocess
+    subprocess.Popen(["sleep", "61.25"])
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def scorers(tmp_path, monkeypatch):
+    """Return a function that turns names of SCORERS into names of the pool."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scorers.py").write_text(SCORERS)
+    return lambda *names: [n if n in FUNCTIONS else f"scorers.py:{n}" for n in names]
+
+
+def make_rollouts(num=1, text="7", answer="7", **metadata):
+    metadata = {"k": 1, **metadata}
+    prompts = [Prompt(prompt_id=n, text="p", token_ids=[1], answer=answer, metadata=metadata) for n in range(num)]
+    engine_fields = {"response_ids": [1], "rollout_logprobs": [0.0], "is_truncated": False}
+    return [Rollout(prompt=p, sequence_id=10 + p.prompt_id, text=text, **engine_fields) for p in prompts]
+
+
+def make_pool(names, weights=None, *, timeout_s=5.0, num_workers=1, on_error="zero"):
+    return ScorerPool(names, weights, timeout_s=timeout_s, num_workers=num_workers, on_error=on_error)
+
+
+def num_children():
+    """Return how many child processes this one has, zombies included."""
+    listing = subprocess.run(["ps", "-o", "pid=,comm=", "--ppid", str(os.getpid())], capture_output=True, text=True)
+    return sum("ps" not in line.split() for line in listing.stdout.splitlines())
+
+
+# --- rules
+
+
+@pytest.mark.parametrize(
+    "name, answer, response, expected",
+    [
+        ("exact_match", "7", " 7\n", 1),
+        ("exact_match", " 7", "7", 1),
+        ("exact_match", "7", "7.0", 0),
+        ("last_number", "18", "3 + 15 = 18.", 1),
+        ("last_number", "18", "18 is not 19", 0),
+        ("last_number", "18.0", "$18", 1),
+        ("last_number", "1000", "so 1,000 in all", 1),
+        ("last_number", "$1,000.50", "1000.5", 1),
+        ("last_number", "1000", "1,0000", 0),
+        ("last_number", "3", "1, 2,3", 1),
+        ("last_number", "-4", "x = -4", 1),
+        ("last_number", "-4", "x = \u22124", 1),
+        ("last_number", "4", "x = -4", 0),
+        ("last_number", "3", "5-3", 1),
+        ("last_number", ".5", "0.50", 1),
+        ("last_number", "1/2", "it is 0.5", 1),
+        ("last_number", "0.5", r"\boxed{1/2}", 1),
+        ("last_number", "1/3", "1/2", 0),
+        ("last_number", "1", "1/0", 0),
+        ("last_number", "7", "none at all", 0),
+        ("last_number", "7", "7 x2", 1),
+        ("last_number", "7", "9" * 5000, 0),
+        ("last_number", "two plus 16\n#### 18", "18", 1),
+    ],
+)
+def test_rules(name, answer, response, expected):
+    prompt = make_rollouts(answer=answer)[0].prompt
+    assert FUNCTIONS[name](prompt, response) == expected
+
+
+@pytest.mark.parametrize("answer", ["", "E", "x = 7", "7 or 8", "9" * 5000])
+def test_answer_that_is_no_number_is_an_error_and_never_right(answer):
+    with pytest.raises(ValueError, match="is not a number"):
+        FUNCTIONS["last_number"](make_rollouts(answer=answer)[0].prompt, answer)
+
+
+@pytest.mark.parametrize("name", ["exact_match", "last_number"])
+def test_missing_answer_is_an_error(name):
+    with pytest.raises(ValueError, match=r"no answer: set prompts\.answer_column"):
+        FUNCTIONS[name](make_rollouts(answer=None)[0].prompt, "7")
+
+
+def test_reasoning_gym_scores_the_last_answer_tag_or_the_whole_text():
+    entry = {"question": "3 + 4", "answer": "7", "metadata": {"source_dataset": "chain_sum"}}
+    prompt = make_rollouts(entry=entry)[0].prompt
+    score = FUNCTIONS["reasoning_gym"]
+    assert score(prompt, " 7\n") == 1
+    assert score(prompt, "<answer>6</answer> no, <answer>\n7 </answer> done") == 1
+    assert score(prompt, "7 <answer>6</answer>") < 0.5
+    with pytest.raises(ValueError, match="no metadata 'entry'"):
+        score(make_rollouts()[0].prompt, "7")
+
+
+def test_names_that_cannot_be_loaded_are_explained(scorers, tmp_path):
+    assert load_scorer("exact_match") is FUNCTIONS["exact_match"]
+    assert load_scorer("scorers.py:length")(None, "abc") == 3
+    (tmp_path / "broken.py").write_text("import no_such_module")
+    (tmp_path / "quits.py").write_text("exit()")
+    for name, message in {
+        "exact": r"'exact' is unknown; give one of exact_match, last_number, reasoning_gym, or path\.py:function",
+        "absent.py:f": "there is no file .*absent.py",
+        "scorers.py:absent": "scorers.py defines no function 'absent'",
+        "scorers.py:SCORERS": "defines no function",
+        "broken.py:f": "broken.py fails with ModuleNotFoundError: .*no_such_module",
+        "quits.py:f": "quits.py fails with SystemExit",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            load_scorer(name)
+        with pytest.raises(ConfigError, match=message):
+            make_pool([name])
+
+
+def test_names_and_weights_must_fit():
+    with pytest.raises(ConfigError, match=r"reward\.functions is empty"):
+        make_pool([])
+    with pytest.raises(ConfigError, match="listed twice"):
+        make_pool(["exact_match", "exact_match"])
+    with pytest.raises(ConfigError, match=r"reward\.weights has 2 values for 1"):
+        make_pool(["exact_match"], [1.0, 2.0])
+
+
+# --- the pool
+
+
+def test_scores_are_weighted_sums_in_order(scorers):
+    rollouts = [r for n in range(20) for r in make_rollouts(text="7" * (n + 1))]
+    names = scorers("exact_match", "length", "answer_is_seven", "numpy_scalar", "numpy_array")
+    with make_pool(names, [2.0, 1.0, 1.0, 1.0, 1.0], num_workers=2) as pool:
+        result = pool.score(rollouts)
+        assert result.per_function[names[0]] == [1.0] + [0.0] * 19
+        assert result.per_function[names[1]] == [float(n + 1) for n in range(20)]
+        assert result.scores == [2.0 * (n == 0) + n + 1 + 1.0 + 0.5 + 0.5 for n in range(20)]
+        assert (result.num_failed, result.failures) == (0, [])
+        assert pool.score([]).per_function == {name: [] for name in names}
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("none", "returned NoneType 'None', not a number"),
+        ("text", "returned str '1.0', not a number"),
+        ("listed", "returned list"),
+        ("two_values", "ValueError"),
+        ("nan", "returned nan"),
+        ("inf", "returned inf"),
+        ("raises", "KeyError: 'gold'"),
+        ("exits", "SystemExit"),
+        ("os_exits", "ended with exit code 3"),
+        ("crashes", "ended with exit code -11"),
+        ("reads", "EOFError"),
+        ("sleeps", r"took longer than reward\.timeout_s = 0\.5"),
+        ("holds_gil", r"took longer than reward\.timeout_s = 0\.5"),
+    ],
+)
+def test_failures_are_counted_or_stop_the_run(name, reason, scorers, caplog):
+    names = scorers("length", name, "exact_match")
+    with make_pool(names, timeout_s=0.5) as pool, caplog.at_level(logging.WARNING):
+        result = pool.score(make_rollouts(2))
+    assert result.num_failed == 2 and result.per_function[names[0]] == [1.0, 1.0]
+    assert result.per_function[names[1]] == [0.0, 0.0]
+    assert f"prompt_id 1, sequence_id 11: {names[1]}: " in result.failures[1]
+    assert re.search(reason, result.failures[0])
+    assert "2 of 2 responses" in caplog.text
+
+    with (
+        make_pool(scorers(name), timeout_s=0.5, on_error="raise") as pool,
+        pytest.raises(RuntimeError, match=f"prompt_id 0, sequence_id 10: .*{reason}"),
+    ):
+        pool.score(make_rollouts(2))
+    assert num_children() == 0
+
+
+def test_one_bad_sample_costs_its_limit_and_the_others_count(scorers):
+    start = time.monotonic()
+    with make_pool(scorers("bad_at_3"), timeout_s=0.5, num_workers=2) as pool:
+        result = pool.score(make_rollouts(8))
+        assert result.scores == [1, 1, 1, 0, 1, 1, 1, 1] and result.num_failed == 1
+        assert "prompt_id 3" in result.failures[0]
+        assert pool.score(make_rollouts(3)).scores == [1, 1, 1]
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("name", ["prints", "alarm", "forgotten_alarm"])
+def test_odd_but_right_scorers_work(name, scorers):
+    with make_pool(scorers(name, "length"), on_error="raise") as pool:
+        assert pool.score(make_rollouts(3)).scores == [2.0] * 3
+        time.sleep(0.3)
+        assert pool.score(make_rollouts(3)).scores == [2.0] * 3
+
+
+def test_process_that_dies_while_idle_is_replaced(scorers):
+    with make_pool(scorers("dies_when_idle"), on_error="raise") as pool:
+        assert pool.score(make_rollouts()).scores == [1.0]
+        time.sleep(0.3)
+        assert pool.score(make_rollouts()).scores == [1.0]
+
+
+def test_pool_works_on_after_it_raised(scorers):
+    with make_pool(scorers("bad_at_3"), timeout_s=0.5, num_workers=2, on_error="raise") as pool:
+        with pytest.raises(RuntimeError, match="prompt_id 3"):
+            pool.score(make_rollouts(8))
+        assert pool.score(make_rollouts(3)).scores == [1.0] * 3
+
+
+def test_file_that_no_longer_loads_stops_the_run(scorers, tmp_path):
+    with make_pool(scorers("length")) as pool:
+        (tmp_path / "scorers.py").write_text("raise ValueError('edited')")
+        with pytest.raises(RuntimeError, match=r"could not load its functions: ConfigError.*edited"):
+            pool.score(make_rollouts())
+
+
+def test_processes_start_late_stay_and_end(scorers):
+    pool = make_pool(scorers("process_id"), num_workers=3)
+    assert num_children() == 0
+    first = set(pool.score(make_rollouts(30)).scores)
+    assert num_children() == 3 and first <= {float(w._process.pid) for w in pool._workers}
+    assert set(pool.score(make_rollouts(30)).scores) <= {float(w._process.pid) for w in pool._workers}
+    pool.close()
+    assert num_children() == 0
+
+
+def test_what_a_scorer_started_ends_with_it(scorers):
+    with make_pool(scorers("starts_a_child"), timeout_s=0.5) as pool:
+        assert pool.score(make_rollouts()).num_failed == 1
+    assert subprocess.run(["pgrep", "-f", "sleep 61.25"], capture_output=True).stdout == b""
+
+
+def test_workers_start_fast_and_without_torch(scorers):
+    start = time.monotonic()
+    with make_pool(scorers("loads_torch")) as pool:
+        assert pool.score(make_rollouts()).scores == [0.0]
+    assert time.monotonic() - start < 5  # 0.3 s on an idle machine
+
+
+def test_main_program_is_not_run_again_and_leaves_no_process(tmp_path):
+    program = tmp_path / "main.py"
+    program.write_text(
+        "print('main runs')\n"
+        "from hybrid_rl.batch import Prompt, Rollout\n"
+        "from hybrid_rl.rewards import ScorerPool\n"
+        "pool = ScorerPool(['exact_match'], timeout_s=5, num_workers=1, on_error='raise')\n"
+        "prompt = Prompt(prompt_id=0, text='', token_ids=[], answer='7')\n"
+        "fields = {'response_ids': [], 'rollout_logprobs': [], 'is_truncated': False}\n"
+        "rollout = Rollout(prompt=prompt, sequence_id=0, text='7', **fields)\n"
+        "print(pool.score([rollout]).scores, pool._workers[0]._process.pid)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, env=env, timeout=60, check=True)
+    assert done.stdout.startswith("main runs\n[1.0] ")
+    process_id = done.stdout.split()[-1]
+    for _ in range(50):
+        if not os.path.exists(f"/proc/{process_id}"):
+            return
+        time.sleep(0.1)
+    pytest.fail("the scorer process outlived the program")
