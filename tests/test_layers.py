@@ -16,7 +16,7 @@ LAYERS = [
     {"config", "batch", "bucket", "metrics", "progress", "distributed", "memory", "planner"},
     {"advantage", "loss"},
     {"models", "engines", "rewards"},
-    {"prompts", "rollout", "score", "update", "sync", "checkpoint", "demo"},
+    {"prompts", "rollout", "score", "update", "sync", "checkpoint", "demo", "record"},
     {"trainer"},
     {"__main__"},
 ]

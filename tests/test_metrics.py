@@ -74,6 +74,15 @@ def test_take_seconds_sums_by_name_and_starts_again():
     assert timeline.take_seconds() == {}
 
 
+def test_a_long_run_keeps_its_latest_events(tmp_path, monkeypatch):
+    monkeypatch.setattr("hybrid_rl.metrics._MAX_EVENTS", 3)
+    timeline = Timeline()
+    for step in range(10):
+        timeline.counter("step", value=step)
+    counters = trace_events(timeline, tmp_path / "timeline.json", "C")
+    assert [event["args"]["value"] for event in counters] == [7, 8, 9]
+
+
 def test_a_failed_write_leaves_the_old_timeline(tmp_path):
     timeline, path = Timeline(), tmp_path / "timeline.json"
     with timeline.span("generate"):
