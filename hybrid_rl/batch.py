@@ -1,6 +1,7 @@
 """What flows through the loop: prompts, rollouts, and the tensors made of them.
 
-Shape letters: P prompts, G group, B = P * G sequences, T response tokens (padded), N packed tokens, R response tokens (packed).
+Shape letters: P prompts, G group, B = P * G sequences, T response tokens (padded), N packed tokens, R response tokens
+(packed).
 """
 
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ class Rollout:
     """A sampled response to a prompt, as the engine returned it."""
 
     prompt: Prompt
+    sequence_id: int
+    """Number of the response within the step over all ranks, the same for any number of ranks."""
     response_ids: list[int]
     """Sampled tokens, the ending EOS included. May be empty."""
     rollout_logprobs: list[float]
@@ -53,7 +56,9 @@ class TrainBatch:
     response_mask: Tensor
     """[B, T] bool; made from lengths, one run of ones from the left per row."""
     group_ids: Tensor
-    """[B] int64; sequences of one prompt in one step share it."""
+    """[B] int64; the prompt's id, which the sequences of one group share."""
+    sequence_ids: Tensor
+    """[B] int64; see Rollout.sequence_id."""
     is_truncated: Tensor
     """[B] bool."""
     rollout_logprobs: Tensor
@@ -97,6 +102,10 @@ class Packed:
     """[1, N] int64."""
     position_ids: Tensor
     """[1, N] int64; restart at 0 with every sequence."""
+    cu_seqlens: Tensor
+    """[S + 1] int32; where each sequence starts in N, and N."""
+    max_length: int
+    """Of the longest packed sequence."""
     rows: Tensor
     """[S] int64; the batch row of each packed sequence."""
     last_index: Tensor
@@ -121,19 +130,20 @@ class Packed:
         into[rows, columns] = values.to(into)
 
 
-def make_train_batch(rollouts: Sequence[Rollout], group_ids: Sequence[int]) -> TrainBatch:
+def make_train_batch(rollouts: Sequence[Rollout]) -> TrainBatch:
     """Return the batch of some rollouts, with only what the engine knows filled in."""
-    lengths = torch.tensor([len(r.response_ids) for r in rollouts])
-    width = max(int(lengths.max()), 1) if len(rollouts) else 1
+    lengths = torch.tensor([len(r.response_ids) for r in rollouts], dtype=torch.int64)
+    width = max([len(r.response_ids) for r in rollouts], default=1) or 1
     logprobs = torch.zeros(len(rollouts), width)
     for row, rollout in enumerate(rollouts):
         logprobs[row, : len(rollout.rollout_logprobs)] = torch.tensor(rollout.rollout_logprobs)
     return TrainBatch(
         sequences=[torch.tensor(r.prompt.token_ids + r.response_ids) for r in rollouts],
-        prompt_lengths=torch.tensor([len(r.prompt.token_ids) for r in rollouts]),
+        prompt_lengths=torch.tensor([len(r.prompt.token_ids) for r in rollouts], dtype=torch.int64),
         response_mask=torch.arange(width) < lengths[:, None],
-        group_ids=torch.tensor(group_ids),
-        is_truncated=torch.tensor([r.is_truncated for r in rollouts]),
+        group_ids=torch.tensor([r.prompt.prompt_id for r in rollouts], dtype=torch.int64),
+        sequence_ids=torch.tensor([r.sequence_id for r in rollouts], dtype=torch.int64),
+        is_truncated=torch.tensor([r.is_truncated for r in rollouts], dtype=torch.bool),
         rollout_logprobs=logprobs,
     )
 
@@ -141,41 +151,39 @@ def make_train_batch(rollouts: Sequence[Rollout], group_ids: Sequence[int]) -> T
 def pack(batch: TrainBatch, rows: Sequence[int], device: torch.device) -> Packed:
     """Return the given rows of the batch laid end to end on the device.
 
-    Padding never enters: what predicts response token t is the output one position before it.
+    Padding never enters: what predicts response token t is the output one position before it. No rows give a single dummy
+    token that predicts nothing, for a rank that must join the others' collectives with nothing to do.
     """
-    ids, positions, last, index, targets, token_rows, token_columns = [], [], [], [], [], [], []
-    offset = 0
-    for row in rows:
-        sequence, prompt_length = batch.sequences[row], int(batch.prompt_lengths[row])
-        num_response = len(sequence) - prompt_length
-        ids.append(sequence)
-        positions.append(torch.arange(len(sequence)))
-        last.append(offset + len(sequence) - 1)
-        index.append(offset + prompt_length - 1 + torch.arange(num_response))
-        targets.append(sequence[prompt_length:])
-        token_rows.append(torch.full((num_response,), row))
-        token_columns.append(torch.arange(num_response))
-        offset += len(sequence)
+    sequences = [batch.sequences[row] for row in rows] or [torch.zeros(1, dtype=torch.int64)]
+    lengths = torch.tensor([len(s) for s in sequences])
+    ends = lengths.cumsum(0)
+    prompt_lengths = batch.prompt_lengths[list(rows)] if rows else lengths
+    first = ends - lengths + prompt_lengths - 1  # output that predicts the first response token
+    num_response = (lengths - prompt_lengths).tolist()
+    columns = [torch.arange(n) for n in num_response]
+    targets = [s[p:] for s, p in zip(sequences, prompt_lengths.tolist(), strict=True)]
     return Packed(
-        input_ids=torch.cat(ids)[None].to(device),
-        position_ids=torch.cat(positions)[None].to(device),
-        rows=torch.tensor(list(rows)),
-        last_index=torch.tensor(last).to(device),
-        response_index=torch.cat(index).to(device),
+        input_ids=torch.cat(sequences)[None].to(device),
+        position_ids=torch.cat([torch.arange(n) for n in lengths.tolist()])[None].to(device),
+        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32).to(device),
+        max_length=int(lengths.max()),
+        rows=torch.tensor(list(rows), dtype=torch.int64),
+        last_index=(ends - 1)[: len(rows)].to(device),
+        response_index=torch.cat([f + c for f, c in zip(first, columns, strict=True)]).to(device),
         targets=torch.cat(targets).to(device),
-        token_rows=torch.cat(token_rows),
-        token_columns=torch.cat(token_columns),
+        token_rows=torch.repeat_interleave(torch.tensor(list(rows) or [0]), torch.tensor(num_response)),
+        token_columns=torch.cat(columns),
     )
 
 
-def split(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Return rows grouped so that each group's lengths sum to at most max_tokens, longest first into the first group with room.
+def split(lengths: Sequence[int], max_tokens: int, rows: Sequence[int] | None = None) -> list[list[int]]:
+    """Return rows (all, unless given) grouped so that each group's lengths sum to at most max_tokens.
 
-    A row longer than max_tokens gets a group of its own.
+    Longest first into the first group with room. A row longer than max_tokens gets a group of its own.
     """
     groups: list[list[int]] = []
     room: list[int] = []
-    for row in sorted(range(len(lengths)), key=lambda r: -lengths[r]):
+    for row in sorted(range(len(lengths)) if rows is None else rows, key=lambda r: -lengths[r]):
         place = next((i for i, free in enumerate(room) if lengths[row] <= free), None)
         if place is None:
             groups.append([])

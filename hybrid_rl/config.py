@@ -1,7 +1,6 @@
 """Every setting of a run: one frozen dataclass per step of the loop, checked before anything loads."""
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -23,6 +22,8 @@ class RunConfig:
     """Continue from the latest checkpoint: never, when there is one, or fail without one."""
     eval_every_steps: int = 10
     """Evaluate on `prompts.eval_path` before step 1, every this many steps and after the last; 0 turns it off."""
+    eval_function: str = "exact_match"
+    """Rule function of an evaluation, as in `reward.functions`; a score of at least 1 counts as right."""
     stop_at_accuracy: float | None = None
     """End the run when an evaluation reaches this exact accuracy; null runs all steps."""
 
@@ -263,11 +264,6 @@ class Config:
     def has_reference(self) -> bool:
         """Whether a KL penalty needs the reference model."""
         return self.advantage.kl_coef != 0
-
-    @property
-    def optimizer_steps_per_step(self) -> int:
-        """Optimizer steps that one full step takes."""
-        return self.update.num_epochs * math.ceil(self.responses_per_step / self.update.mini_batch_size)
 
 
 class ConfigError(ValueError):

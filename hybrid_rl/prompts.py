@@ -157,6 +157,12 @@ class PromptLoader:
         self._position += len(batch)
         return [self._prompts[index] for index in batch[self._rank :: self._world_size]]
 
+    def batch_sizes(self, num_steps: int) -> list[int]:
+        """Return the number of prompts, over all ranks, of each of the first num_steps steps of epoch 0 and after."""
+        full, rest = divmod(len(self._prompts), self._batch_size)
+        epoch = [self._batch_size] * full + [rest] * (rest > 0)
+        return [epoch[step % len(epoch)] for step in range(num_steps)]
+
     def state_dict(self) -> dict[str, Any]:
         """Return where the next step starts, the same on every rank and for any number of them."""
         place = {"epoch": self._epoch, "position": self._position, "fingerprint": self._fingerprint}

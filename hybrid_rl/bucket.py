@@ -1,0 +1,130 @@
+"""The staging buffer that two processes share, and the checksum that both compute over what passed through it."""
+
+import inspect
+import os
+import pickle
+import tempfile
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT_BYTES = 256  # of a CUDA allocation, so that every tensor in the bucket can be viewed in its own dtype
+_CHECKSUM_CHUNK = 1 << 24  # elements; bounds the int64 temporaries to 128 MiB
+
+_LOCAL: "weakref.WeakValueDictionary[int, Tensor]" = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """Where one named tensor lies in a bucket."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    """In bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor, without alignment."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def view(self, bucket: Tensor) -> Tensor:
+        """Return this slot of the uint8 bucket as a tensor of its shape and dtype, sharing memory."""
+        return bucket[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+
+
+def plan_buckets(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]], max_bytes: int) -> list[list[Slot]]:
+    """Return the tensors, in order, laid into as few buckets of at most max_bytes as that order allows.
+
+    A tensor larger than max_bytes gets a bucket of its own.
+
+    Raises:
+        ValueError: a tensor is empty, as an ungathered ZeRO-3 parameter is, or a name appears twice.
+    """
+    buckets: list[list[Slot]] = []
+    used, names = 0, set()
+    for name, shape, dtype in tensors:
+        slot = Slot(name=name, shape=tuple(shape), dtype=dtype, offset=used)
+        if slot.nbytes == 0:
+            raise ValueError(f"tensor {name} has shape {tuple(shape)}: nothing to hand over (an ungathered shard?)")
+        if name in names:
+            raise ValueError(f"tensor {name} appears twice")
+        names.add(name)
+        if not buckets or used + slot.nbytes > max_bytes:
+            buckets.append([])
+            slot = Slot(name=name, shape=tuple(shape), dtype=dtype, offset=0)
+        buckets[-1].append(slot)
+        used = -(-(slot.offset + slot.nbytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return buckets
+
+
+def bucket_bytes(plan: list[list[Slot]]) -> int:
+    """Return the size of the one buffer that holds any bucket of the plan."""
+    return max(slot.offset + slot.nbytes for bucket in plan for slot in bucket)
+
+
+class SharedBucket:
+    """A uint8 buffer made here and opened once by another process: CUDA IPC on a GPU, a mapped file on a CPU."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._path: str | None = None
+        if device.type == "cuda":
+            self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        else:
+            folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+            with tempfile.NamedTemporaryFile(prefix="hybrid_rl_", dir=folder, delete=False) as file:
+                self._path = file.name
+            self.tensor = torch.from_file(self._path, shared=True, size=num_bytes, dtype=torch.uint8)
+
+    def handle(self) -> bytes:
+        """Return what open_shared needs. On a GPU each handle may be opened once: torch counts one export, one open."""
+        if self._path is not None:
+            return pickle.dumps((self._path, len(self.tensor)))
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        _LOCAL[id(self.tensor)] = self.tensor
+        _, arguments = reduce_tensor(self.tensor)
+        return pickle.dumps((os.getpid(), id(self.tensor), arguments))
+
+    def unlink(self) -> None:
+        """Remove the file's name once everyone has opened it; the memory lives as long as its mappings."""
+        if self._path is not None:
+            os.unlink(self._path)
+            self._path = None
+
+
+def open_shared(handle: bytes, device: torch.device) -> Tensor:
+    """Return another process's bucket, mapped here; device is this process's name for the GPU it lies on."""
+    arguments = pickle.loads(handle)
+    if device.type == "cpu":
+        path, num_bytes = arguments
+        return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    pid, key, arguments = arguments
+    if pid == os.getpid():  # CUDA refuses to open a handle in the process that made it
+        return _LOCAL[key]
+    # The two processes may number their GPUs differently, so the device in the handle is replaced by ours.
+    slot = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
+    arguments = list(arguments)
+    arguments[slot] = torch.device(device).index or 0
+    return rebuild_cuda_tensor(*arguments)
+
+
+def checksum(tensor: Tensor) -> int:
+    """Return a 64-bit checksum of the tensor's bits in logical order; swapped elements change it.
+
+    The same on every device and for every memory layout: sum over i of bits[i] * (odd multiplier of i), modulo 2**64.
+    """
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    bits = tensor.detach().contiguous().view(integer).flatten()
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, len(bits), _CHECKSUM_CHUNK):
+        chunk = bits[start : start + _CHECKSUM_CHUNK].to(torch.int64)
+        place = torch.arange(start, start + len(chunk), device=tensor.device)
+        total += ((chunk + 0x9E3779B9) * (place * 0x5851F42D4C957F2D + 1)).sum()
+    return int(total)

@@ -1,0 +1,118 @@
+"""Checkpoints that are either whole or absent, and the export of the actor as a Hugging Face folder."""
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rl.distributed import World
+from hybrid_rl.engines.deepspeed import TrainEngine
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the folder name of a step's checkpoint."""
+    return f"step_{step:06d}"
+
+
+def latest(run_dir: Path) -> Path | None:
+    """Return the newest complete checkpoint of a run, or None."""
+    pointer = run_dir / "latest"
+    if not pointer.exists():
+        return None
+    folder = run_dir / "checkpoints" / pointer.read_text().strip()
+    return folder if folder.is_dir() else None
+
+
+def save(
+    run_dir: Path,
+    step: int,
+    engines: Mapping[str, TrainEngine],
+    state: Mapping[str, Any],
+    *,
+    keep_last: int,
+    world: World,
+) -> Path:
+    """Write the checkpoint of a finished step; a crash at any moment leaves the one before it in force.
+
+    Everything goes into a temporary folder, which is renamed when all ranks are done; then `latest` is replaced, and
+    only then old checkpoints are deleted.
+
+    Args:
+        state: plain JSON values that are the same on every rank (loader position, versions).
+    """
+    folder = run_dir / "checkpoints" / checkpoint_name(step)
+    partial = folder.with_name(f".partial-{folder.name}")
+    if world.is_main:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    world.barrier()
+    for name, engine in engines.items():
+        engine.save(partial / name)
+    torch.save(_rng_state(), partial / f"rng_rank{world.rank}.pt")
+    world.barrier()
+    if world.is_main:
+        (partial / "state.json").write_text(json.dumps({"step": step, "world_size": world.size, **state}))
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(partial, folder)
+        _replace_text(run_dir / "latest", folder.name)
+        for old in sorted((run_dir / "checkpoints").glob("step_*"))[:-keep_last]:
+            shutil.rmtree(old)
+    world.barrier()
+    return folder
+
+
+def load(folder: Path, world: World) -> dict[str, Any]:
+    """Set this rank's random generators as they were and return the checkpoint's state; engines load theirs themselves.
+
+    Raises:
+        ValueError: the checkpoint was written by another number of ranks.
+    """
+    state = json.loads((folder / "state.json").read_text())
+    if state["world_size"] != world.size:
+        raise ValueError(f"{folder} was written by {state['world_size']} ranks, this run has {world.size}")
+    _set_rng_state(torch.load(folder / f"rng_rank{world.rank}.pt", weights_only=False))
+    return state
+
+
+def export(
+    folder: Path, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase, world: World
+) -> None:
+    """Write actor and tokenizer as a Hugging Face folder that transformers and vLLM load; a collective under ZeRO-3."""
+    model = actor.module.model
+    names = [name for name, _, _ in actor.named_shapes()]
+    with actor.gathered(names) as tensors:
+        if world.is_main:
+            partial = folder.with_name(f".partial-{folder.name}")
+            shutil.rmtree(partial, ignore_errors=True)
+            model.save_pretrained(partial, state_dict={name: t.cpu() for name, t in tensors.items()})
+            tokenizer.save_pretrained(partial)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(partial, folder)
+    world.barrier()
+
+
+def _replace_text(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.partial")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def _rng_state() -> dict[str, Any]:
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

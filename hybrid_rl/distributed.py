@@ -1,0 +1,87 @@
+"""The ranks of a run: who am I, and the few collectives the loop needs."""
+
+import datetime
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This rank's place among all ranks. Every method is a collective: all ranks call it, in the same order."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes the files that exist once."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of the tensor over ranks, same shape and dtype."""
+        total = tensor.clone()
+        if self.size > 1:
+            dist.all_reduce(total)
+        return total
+
+    def max(self, number: int) -> int:
+        """Return the largest of the ranks' numbers."""
+        if self.size == 1:
+            return number
+        value = torch.tensor([number])
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return int(value)
+
+    def gather(self, item: Any) -> list[Any]:
+        """Return every rank's picklable item, in rank order, on every rank."""
+        if self.size == 1:
+            return [item]
+        items: list[Any] = [None] * self.size
+        dist.all_gather_object(items, item)
+        return items
+
+    def means(self, sums: dict[str, float], counts: dict[str, float]) -> dict[str, float]:
+        """Return each key's sum over ranks divided by its count over ranks; a key counted nowhere is left out."""
+        everyone = self.gather((sums, counts))
+        keys = {key: None for local, _ in everyone for key in local}
+        totals = {key: (sum(s.get(key, 0.0) for s, _ in everyone), sum(c.get(key, 0.0) for _, c in everyone)) for key in keys}
+        return {key: total / count for key, (total, count) in totals.items() if count}
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        if self.size > 1:
+            dist.barrier()
+
+
+def free_port() -> int:
+    """Return a TCP port that nobody on this machine listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def join_world(timeout_s: float = 1800.0) -> World:
+    """Join the process group that the launcher's RANK, WORLD_SIZE and MASTER_* describe; alone without them.
+
+    A single node always talks over loopback. CPU tensors go through gloo, GPU tensors through NCCL.
+    """
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    # The launcher narrows CUDA_VISIBLE_DEVICES to this rank's GPU where there are several ranks on a node.
+    device = torch.device("cuda", local_rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if size == 1:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout_s))
+    return World(rank=rank, size=size, local_rank=local_rank, device=device)

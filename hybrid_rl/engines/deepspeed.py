@@ -1,0 +1,191 @@
+"""DeepSpeed as the training engine of actor and critic: ZeRO 0 to 3 behind one interface."""
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_rl.config import OptimizerConfig
+from hybrid_rl.distributed import World
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+import deepspeed
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.utils import logger as deepspeed_logger
+
+deepspeed_logger.setLevel(logging.WARNING)
+
+_BUCKET_ELEMENTS = 50_000_000  # DeepSpeed's 500 million take 2 GB in bfloat16 for a model of any size
+# Not lp_params: the bfloat16 weights stay, they serve SCORE and SYNC between two updates.
+_STATES = [
+    OffloadStateTypeEnum.optim_states,
+    OffloadStateTypeEnum.hp_params,
+    OffloadStateTypeEnum.lp_grads,
+    OffloadStateTypeEnum.contiguous_grad_buffer,
+]
+
+
+def lr_factor(config: OptimizerConfig, total_steps: int) -> Callable[[int], float]:
+    """Return optimizer step -> factor on the peak learning rate."""
+
+    def factor(step: int) -> float:
+        if step < config.warmup_steps:
+            return (step + 1) / config.warmup_steps
+        progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+        shape = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+        return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape[config.schedule]
+
+    return factor
+
+
+def _make_optimizer(
+    module: nn.Module, config: OptimizerConfig, *, zero_stage: int, device: torch.device
+) -> torch.optim.Optimizer:
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    matrices, rest = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    if zero_stage == 3 and device.type == "cuda":
+        from deepspeed.ops.adam import FusedAdam  # compiled where it runs; ZeRO-3 offloads the states of no other
+
+        return FusedAdam(groups, **options)
+    return torch.optim.AdamW(groups, fused=True, **options)
+
+
+class TrainEngine:
+    """A model, its gradients and its optimizer, sharded over all ranks."""
+
+    def __init__(
+        self, module: nn.Module, config: OptimizerConfig, *, zero_stage: int, total_steps: int, world: World
+    ) -> None:
+        dtype = next(module.parameters()).dtype
+        settings: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": config.max_grad_norm,
+            "steps_per_print": 1 << 60,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {
+                "stage": zero_stage,
+                "reduce_bucket_size": _BUCKET_ELEMENTS,
+                "allgather_bucket_size": _BUCKET_ELEMENTS,
+            },
+        }
+        if dtype == torch.bfloat16:
+            settings |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        factor = lr_factor(config, total_steps)
+        self._engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=_make_optimizer(module, config, zero_stage=zero_stage, device=world.device),
+            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
+            config=settings,
+        )
+        self._world = world
+        self._zero_stage = zero_stage
+
+    @property
+    def module(self) -> nn.Module:
+        """The model that was given, without DeepSpeed's wrapping."""
+        return self._engine.module
+
+    def forward(self, **inputs: Any) -> Any:
+        """Run the model; under ZeRO-3 every rank must call it equally often."""
+        return self._engine(**inputs)
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Add the gradient of a loss that is already normalised over all ranks and micro-batches.
+
+        DeepSpeed averages gradients over ranks; the factor undoes that, so that gradients add up.
+        """
+        self._engine.set_gradient_accumulation_boundary(is_last)
+        self._engine.backward(loss * self._world.size)
+
+    def step(self) -> float:
+        """Clip, take an optimizer step and a schedule step; return the gradient norm before clipping.
+
+        Raises:
+            FloatingPointError: the gradient norm is not finite.
+        """
+        self._engine.step()
+        norm = float(self._engine.get_global_grad_norm() or 0.0)
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"gradient norm is {norm}")
+        return norm
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next optimizer step."""
+        return float(self._engine.get_lr()[0])
+
+    def named_shapes(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        """Return name (as in the model's own checkpoint), full shape and dtype of every parameter, tied ones once."""
+        named = self.module.model.named_parameters()
+        return [(name, tuple(getattr(p, "ds_shape", p.shape)), p.dtype) for name, p in named]
+
+    @contextmanager
+    def gathered(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+        """Yield the named parameters whole; under ZeRO-3 a collective, and the tensors are gone afterwards."""
+        parameters = dict(self.module.model.named_parameters())
+        wanted = {name: parameters[name] for name in names}
+        if self._zero_stage < 3:
+            yield {name: p.detach() for name, p in wanted.items()}
+            return
+        with deepspeed.zero.GatheredParameters(list(wanted.values())):
+            yield {name: p.detach() for name, p in wanted.items()}
+
+    def offload(self) -> None:
+        """Move gradients, fp32 master weights and optimizer moments to pinned host memory."""
+        self._engine.offload_states(include=_STATES)
+
+    def reload(self) -> None:
+        """Move them back."""
+        self._engine.reload_states()
+
+    def state_bytes(self) -> int:
+        """Return the bytes that offload moves on this rank: three float32 numbers per parameter of its shard."""
+        numel = sum(torch.Size(shape).numel() for _, shape, _ in self.named_shapes())
+        return 12 * numel // (self._world.size if self._zero_stage > 0 else 1)
+
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer and schedule; every rank writes its shard."""
+        self._engine.save_checkpoint(str(folder), tag="state", save_latest=False)
+
+    def load(self, folder: Path) -> None:
+        """Read what save wrote.
+
+        Raises:
+            FileNotFoundError: there is no such state in the folder.
+        """
+        path, _ = self._engine.load_checkpoint(str(folder), tag="state")
+        if path is None:
+            raise FileNotFoundError(f"no DeepSpeed state in {folder}")
+
+
+class StatesTenant:
+    """The optimizer states and gradients of one engine, as a tenant of the GPU."""
+
+    filled_in = None
+
+    def __init__(self, engine: TrainEngine) -> None:
+        self.is_resident = True
+        self._engine = engine
+
+    def release(self) -> int:
+        """Move to the host."""
+        self._engine.offload()
+        self.is_resident = False
+        return self._engine.state_bytes()
+
+    def restore(self) -> int:
+        """Move to the device."""
+        self._engine.reload()
+        self.is_resident = True
+        return self._engine.state_bytes()

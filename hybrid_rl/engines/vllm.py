@@ -1,0 +1,184 @@
+"""vLLM as a rollout engine in its own process. Everything that differs between vLLM versions is in this file."""
+
+import inspect
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hybrid_rl.bucket import Slot
+from hybrid_rl.config import RolloutConfig
+from hybrid_rl.engines import Generation, Region, Sampling
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_DEFAULTS = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # the trainer may have initialised CUDA
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+# Without it the first generation waits 28 s on two cores for a C++ compiler, to speed up one counting function.
+_CPU_DEFAULTS = {"TORCH_COMPILE_DISABLE": "1"}
+_TAGS = ("weights", "kv_cache")
+
+
+def without_expandable_segments(value: str) -> str:
+    """Return an allocator setting of PyTorch without expandable_segments, which sleep mode cannot live with."""
+    return ",".join(part for part in value.split(",") if part.strip().split(":")[0].strip() != "expandable_segments")
+
+
+@contextmanager
+def engine_environment() -> Iterator[None]:
+    """Set what an engine process must inherit while it is started, then put everything back."""
+    before = dict(os.environ)
+    try:
+        for name in _RANK_VARIABLES:  # the trainer's ranks are not the engine's
+            os.environ.pop(name, None)
+        for name in _ALLOCATOR_VARIABLES:
+            if name in os.environ:
+                os.environ[name] = without_expandable_segments(os.environ[name])
+        for name, value in (_DEFAULTS if torch.cuda.is_available() else _DEFAULTS | _CPU_DEFAULTS).items():
+            os.environ.setdefault(name, value)
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+class VllmEngine:
+    """One vLLM engine; see hybrid_rl.engines.RolloutEngine for its contract.
+
+    It starts with dummy weights: the first hand-over fills them, and `generate` refuses before that.
+    """
+
+    def __init__(
+        self, model: str, config: RolloutConfig, *, dtype: torch.dtype, max_model_len: int, can_sleep: bool, seed: int
+    ) -> None:
+        with engine_environment():
+            import vllm
+
+            self._vllm = vllm
+            arguments: dict[str, Any] = {
+                "model": model,
+                "skip_tokenizer_init": True,
+                "dtype": str(dtype).removeprefix("torch."),
+                "load_format": "dummy",
+                "max_model_len": max_model_len,
+                "max_num_seqs": config.max_num_seqs,
+                "gpu_memory_utilization": config.gpu_memory_utilization,
+                "enforce_eager": config.enforce_eager or not torch.cuda.is_available(),
+                "enable_prefix_caching": config.prefix_caching,
+                "enable_sleep_mode": can_sleep,
+                "generation_config": "vllm",  # no sampling defaults from the model's folder
+                "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+                "worker_extension_cls": "hybrid_rl.engines.vllm_worker.WeightReceiver",
+                "disable_log_stats": True,
+                "seed": seed,
+            }
+            if config.kv_cache_memory_bytes is not None:
+                arguments["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes
+            self._llm = vllm.LLM(**arguments)
+        self.weights_version = 0
+        self._weights_valid = False
+        self._can_sleep = can_sleep
+        self._awake = set(_TAGS)
+        self._has_flat_logprobs = "flat_logprobs" in inspect.signature(vllm.SamplingParams).parameters
+
+    def generate(self, prompts: Sequence[list[int]], sampling: Sampling, seeds: Sequence[int] | None) -> list[Generation]:
+        """Return one response per prompt, in order."""
+        if not self._weights_valid:
+            raise RuntimeError("generate: the engine's weights were dropped or never filled; push the trainer's first")
+        if self._awake != set(_TAGS):
+            raise RuntimeError(f"generate: only {sorted(self._awake)} of the engine is on the device")
+        if not prompts:
+            return []
+        parameters = [self._sampling_params(sampling, None if seeds is None else seeds[i]) for i in range(len(prompts))]
+        requests = [{"prompt_token_ids": ids} for ids in prompts]
+        outputs = self._llm.generate(requests, parameters, use_tqdm=False)
+        return [self._generation(output.outputs[0], sampling) for output in outputs]
+
+    def _sampling_params(self, sampling: Sampling, seed: int | None) -> Any:
+        greedy = sampling.temperature == 0
+        extra = {"flat_logprobs": True} if self._has_flat_logprobs and not greedy else {}
+        return self._vllm.SamplingParams(
+            n=1,
+            temperature=sampling.temperature,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            repetition_penalty=1.0,
+            max_tokens=sampling.max_tokens,
+            min_tokens=0,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,  # stop_token_ids names every EOS; the engine must not know others
+            logprobs=None if greedy else 0,  # 0: of the sampled token alone
+            seed=None if greedy else seed,
+            detokenize=False,
+            **extra,
+        )
+
+    def _generation(self, output: Any, sampling: Sampling) -> Generation:
+        token_ids = list(output.token_ids)
+        if sampling.temperature == 0:
+            logprobs: list[float] = []
+        elif self._has_flat_logprobs:
+            logprobs = list(output.logprobs.logprobs)
+        else:
+            logprobs = [entry[token].logprob for token, entry in zip(token_ids, output.logprobs, strict=True)]
+        if logprobs and len(logprobs) != len(token_ids):
+            raise RuntimeError(f"vLLM returned {len(logprobs)} log-probs for {len(token_ids)} tokens")
+        return Generation(token_ids=token_ids, logprobs=logprobs, is_truncated=output.finish_reason == "length")
+
+    def seed(self, seed: int) -> None:
+        """Seed the engine's own generator, for requests without a seed."""
+        self._llm.collective_rpc("hybrid_seed", args=(seed,))
+
+    def open_bucket(self, handle: bytes, plan: list[list[Slot]]) -> None:
+        """Map the trainer's bucket and remember what each fill of it will hold."""
+        self._llm.collective_rpc("hybrid_open_bucket", args=(pickle.dumps((handle, plan)),))
+
+    def receive(self, index: int) -> None:
+        """Copy the plan's bucket `index` into the weights; return when the bucket may be overwritten."""
+        if "weights" not in self._awake:
+            raise RuntimeError("receive: the engine's weights are not on the device")
+        self._weights_valid = False
+        self._llm.collective_rpc("hybrid_receive", args=(index,))
+
+    def finish_push(self) -> None:
+        """Drop the prefix cache of older weights and count a hand-over; every engine parameter must have been filled."""
+        self._llm.collective_rpc("hybrid_finish_push")
+        self._llm.reset_prefix_cache()
+        self._weights_valid = True
+        self.weights_version += 1
+
+    def checksums(self, names: Sequence[str]) -> list[dict[str, list[tuple[Region, int]]]]:
+        """Return, per engine worker and tensor, the checksum of each region of the tensor that the worker holds."""
+        return [pickle.loads(m) for m in self._llm.collective_rpc("hybrid_checksums", args=(pickle.dumps(list(names)),))]
+
+    def unmap(self, tag: str) -> None:
+        """Give up `weights` or `kv_cache`; the memory is unmapped once both are given up, in one level-2 sleep.
+
+        Level 2 drops the weights instead of copying them to the host: the next hand-over writes them anyway.
+        """
+        self._awake.discard(tag)
+        if tag == "weights":
+            self._weights_valid = False
+        if not self._awake and self._can_sleep:
+            self._llm.sleep(level=2)
+
+    def map(self, tag: str) -> None:
+        """Map the memory of `weights` or `kv_cache` again."""
+        if self._can_sleep:
+            self._llm.wake_up(tags=[tag])
+        self._awake.add(tag)
+
+    def close(self) -> None:
+        """End the engine process."""
+        self._llm.llm_engine.engine_core.shutdown()

@@ -1,0 +1,173 @@
+"""Who may be on the GPU in which phase. The table is in trainer.py; here is the mechanism that enforces it."""
+
+import enum
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from hybrid_rl.metrics import Timeline
+
+
+class Phase(enum.Enum):
+    """The parts of a step, in their order."""
+
+    SYNC = "sync"
+    ROLLOUT = "rollout"
+    SCORE = "score"
+    UPDATE_CRITIC = "update_critic"
+    UPDATE_ACTOR = "update_actor"
+
+
+class Tenant(Protocol):
+    """Something that takes GPU memory and can give it back.
+
+    `is_resident` says where it is now. `release` and `restore` return the bytes they copied over the bus, which is 0
+    for what is dropped. `filled_in` is None when `restore` brings the contents back; else it is the one phase that writes
+    them anew, and the only one a released tenant may return in.
+    """
+
+    is_resident: bool
+    filled_in: Phase | None
+
+    def release(self) -> int: ...
+
+    def restore(self) -> int: ...
+
+
+class PhaseError(RuntimeError):
+    """A phase was opened in a state that the residency table forbids."""
+
+
+class Resident:
+    """A tenant that stays: on a CPU, or with swapping off, the table is still kept and checked, and nothing moves."""
+
+    def __init__(self, *, filled_in: Phase | None = None) -> None:
+        self.is_resident = True
+        self.filled_in = filled_in
+
+    def release(self) -> int:
+        """Count as gone."""
+        self.is_resident = False
+        return 0
+
+    def restore(self) -> int:
+        """Count as here."""
+        self.is_resident = True
+        return 0
+
+
+class FrozenModule:
+    """A module that is never trained: its host copy is made once, a release drops the device copy, a restore copies in."""
+
+    filled_in = None
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        module.requires_grad_(False)
+        self.is_resident = True
+        self._tensors = [*module.parameters(), *module.buffers()]
+        self._device = self._tensors[0].device
+        self._host: list[torch.Tensor] = []
+
+    def release(self) -> int:
+        """Drop the device copy; the first time, after copying it out to pinned memory."""
+        copied = 0
+        if not self._host:
+            self._host = [torch.empty_like(t, device="cpu", pin_memory=True).copy_(t) for t in self._tensors]
+            copied = sum(t.nbytes for t in self._host)
+        for tensor in self._tensors:
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=self._device)
+        self.is_resident = False
+        return copied
+
+    def restore(self) -> int:
+        """Copy the host copy to the device."""
+        for tensor, host in zip(self._tensors, self._host, strict=True):
+            tensor.data = host.to(self._device, non_blocking=True)
+        torch.cuda.synchronize(self._device)
+        self.is_resident = True
+        return sum(t.nbytes for t in self._host)
+
+
+class MemoryManager:
+    """Opens phases: releases the tenants that the residency table sends away, then restores those it calls in."""
+
+    def __init__(self, residency: Mapping[str, frozenset[Phase]], device: torch.device, timeline: Timeline) -> None:
+        self.current: Phase | None = None
+        self._tenants: dict[str, Tenant] = {}
+        self._expected: dict[str, bool] = {}
+        self._residency = residency
+        self._device = device
+        self._timeline = timeline
+
+    def admit(self, name: str, tenant: Tenant) -> None:
+        """Take charge of a tenant, and release it at once so that the next one can be built in its place.
+
+        Raises:
+            PhaseError: the residency table has no row for it, or it was admitted before.
+        """
+        if name not in self._residency:
+            raise PhaseError(f"the residency table has no row for {name}")
+        if name in self._tenants:
+            raise PhaseError(f"{name} was admitted before")
+        self._tenants[name] = tenant
+        self._move(name, "release", "build", 0)
+        self._empty_cache()
+
+    @contextmanager
+    def phase(self, phase: Phase, step: int = 0) -> Iterator[None]:
+        """Bring the GPU into the state that the table gives this phase, run the body, keep the state.
+
+        Raises:
+            PhaseError: a phase is open already; a tenant moved by itself; a dropped tenant would enter a phase that does
+                not fill it.
+        """
+        if self.current is not None:
+            raise PhaseError(f"phase {phase.value} opened inside phase {self.current.value}")
+        self._check_states()
+        self.current = phase
+        try:
+            with self._timeline.span(phase.value, phase=phase.value, step=step):
+                self._enter(phase, step)
+                yield
+        finally:
+            self.current = None
+
+    def _check_states(self) -> None:
+        for name, tenant in self._tenants.items():
+            if tenant.is_resident != self._expected[name]:
+                raise PhaseError(f"tenant {name} is_resident={tenant.is_resident}, left as {self._expected[name]}")
+
+    def _enter(self, phase: Phase, step: int) -> None:
+        """Release before restoring, so that the peak is the larger phase and not the sum of two."""
+        wanted = {name for name in self._tenants if phase in self._residency[name]}
+        entering = [name for name in wanted if not self._expected[name]]
+        for name in entering:
+            filled_in = self._tenants[name].filled_in
+            if filled_in not in (None, phase):
+                raise PhaseError(
+                    f"{name} was dropped and would enter {phase.value} without contents: only {filled_in.value} fills it"  # type: ignore[union-attr]
+                )
+        for name in self._tenants:
+            if self._expected[name] and name not in wanted:
+                self._move(name, "release", phase.value, step)
+        self._empty_cache()
+        for name in self._tenants:
+            if name in entering:
+                self._move(name, "restore", phase.value, step)
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            self._timeline.counter("device_memory", used_bytes=total - free, trainer_bytes=torch.cuda.memory_reserved())
+
+    def _empty_cache(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what PyTorch keeps in its free list, the engine process cannot map
+
+    def _move(self, name: str, action: str, phase: str, step: int) -> None:
+        tenant = self._tenants[name]
+        with self._timeline.span(f"{action} {name}", phase=phase, step=step) as args:
+            args["bytes"] = tenant.release() if action == "release" else tenant.restore()
+        self._expected[name] = action == "restore"
+        if tenant.is_resident != self._expected[name]:
+            raise PhaseError(f"tenant {name} says is_resident={tenant.is_resident} after {action}")

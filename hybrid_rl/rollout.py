@@ -1,0 +1,73 @@
+"""From prompts to rollouts, and the evaluation that does the same greedily on held-out prompts."""
+
+import hashlib
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rl.batch import Prompt, Rollout
+from hybrid_rl.config import RolloutConfig
+from hybrid_rl.engines import Generation, RolloutEngine, Sampling
+
+
+def request_seed(run_seed: int, step: int, sequence_id: int) -> int:
+    """Return the sampling seed of one response: the same for any number of ranks and any batching."""
+    digest = hashlib.blake2b(f"{run_seed}/{step}/{sequence_id}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
+
+
+def collect_rollouts(
+    prompts: Sequence[Prompt],
+    engine: RolloutEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    config: RolloutConfig,
+    *,
+    stop_token_ids: Sequence[int],
+    run_seed: int,
+    step: int,
+) -> list[Rollout]:
+    """Return `group_size` sampled responses per prompt, the responses of a prompt next to each other."""
+    sampling = Sampling(
+        temperature=config.temperature, max_tokens=config.max_response_tokens, stop_token_ids=tuple(stop_token_ids)
+    )
+    repeated = [prompt for prompt in prompts for _ in range(config.group_size)]
+    sequence_ids = [p.prompt_id * config.group_size + k for p in prompts for k in range(config.group_size)]
+    seeds = [request_seed(run_seed, step, i) for i in sequence_ids] if config.seed_per_request else None
+    if seeds is None and repeated:
+        engine.seed(request_seed(run_seed, step, sequence_ids[0]))
+    generations = engine.generate([p.token_ids for p in repeated], sampling, seeds)
+    return _rollouts(repeated, sequence_ids, generations, tokenizer)
+
+
+def generate_greedy(
+    prompts: Sequence[Prompt],
+    engine: RolloutEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    config: RolloutConfig,
+    *,
+    stop_token_ids: Sequence[int],
+) -> list[Rollout]:
+    """Return the most likely response to each prompt, for evaluation; without log-probs."""
+    sampling = Sampling(temperature=0.0, max_tokens=config.max_response_tokens, stop_token_ids=tuple(stop_token_ids))
+    generations = engine.generate([p.token_ids for p in prompts], sampling, None)
+    return _rollouts(prompts, [p.prompt_id for p in prompts], generations, tokenizer)
+
+
+def _rollouts(
+    prompts: Sequence[Prompt],
+    sequence_ids: Sequence[int],
+    generations: Sequence[Generation],
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[Rollout]:
+    texts = tokenizer.batch_decode([g.token_ids for g in generations], skip_special_tokens=True)
+    return [
+        Rollout(
+            prompt=prompt,
+            sequence_id=sequence_id,
+            response_ids=generation.token_ids,
+            rollout_logprobs=generation.logprobs,
+            is_truncated=generation.is_truncated,
+            text=text,
+        )
+        for prompt, sequence_id, generation, text in zip(prompts, sequence_ids, generations, texts, strict=True)
+    ]

@@ -1,0 +1,178 @@
+"""The whole run on one page: who is on the GPU in which phase, the loop, and what each phase does."""
+
+from collections.abc import Sequence
+
+from hybrid_rl import checkpoint, rollout, update
+from hybrid_rl import score as scoring
+from hybrid_rl.batch import Rollout, TrainBatch
+from hybrid_rl.build import Run, build
+from hybrid_rl.config import Config, validate
+from hybrid_rl.memory import Phase
+from hybrid_rl.models import choose_dtype
+
+SYNC, ROLLOUT, SCORE, UPDATE_CRITIC, UPDATE_ACTOR = Phase
+
+RESIDENCY = {
+    "engine_weights": frozenset({SYNC, ROLLOUT}),
+    "engine_kv_cache": frozenset({ROLLOUT}),
+    "reference": frozenset({SCORE}),
+    "reward_model": frozenset({SCORE}),
+    "critic_states": frozenset({UPDATE_CRITIC}),
+    "actor_states": frozenset({UPDATE_ACTOR}),
+    # Parameters of actor and critic stay: DeepSpeed cannot bring them back without the optimizer states.
+}
+
+Metrics = dict[str, float]
+
+
+def train(config: Config) -> Metrics:
+    """Run the steps that are not done yet and return the last evaluation; every rank calls it.
+
+    Raises:
+        ConfigError: a setting or an input file cannot work; before any model loads.
+    """
+    run = build(validate(config), RESIDENCY)
+    try:
+        with run.recorder:
+            return loop(run)
+    finally:
+        run.close()
+
+
+def loop(run: Run) -> Metrics:
+    """Alternate the phases until all steps are done or the accuracy asked for is reached."""
+    config, memory = run.config, run.memory
+    first: Metrics = {}
+    last: Metrics = {}
+    for step in range(run.steps_done + 1, config.run.num_steps + 2):
+        is_over = step > config.run.num_steps
+        with memory.phase(SYNC, step):
+            run.sync.push()
+        with memory.phase(ROLLOUT, step):
+            evaluation = evaluate(run, step, is_over)
+            first, last = first or evaluation, evaluation or last
+            if is_over or has_arrived(run, evaluation):
+                break
+            rollouts = generate(run, step)
+        with memory.phase(SCORE, step):
+            batch, sums, gap = score(run, rollouts)
+        with memory.phase(UPDATE_CRITIC, step):
+            critic_metrics = learn_values(run, batch, step)
+        with memory.phase(UPDATE_ACTOR, step):
+            actor_metrics = learn_policy(run, batch, step)
+        run.recorder.step(step, rollouts, batch, sums, evaluation | gap | critic_metrics | actor_metrics)
+        save(run, step)
+    run.recorder.summary(first, last)
+    if config.checkpoint.export:
+        checkpoint.export(config.run_dir / "export", run.actor, run.data.tokenizer, run.world)
+    return last
+
+
+def generate(run: Run, step: int) -> list[Rollout]:
+    """Take the next prompts and sample their responses."""
+    return rollout.collect_rollouts(
+        run.data.loader.next_batch(),
+        run.engine,
+        run.data.tokenizer,
+        run.config.rollout,
+        stop_token_ids=run.data.stop_token_ids,
+        run_seed=run.config.run.seed,
+        step=step,
+    )
+
+
+def evaluate(run: Run, step: int, is_over: bool) -> Metrics:
+    """Return exact accuracy on the held-out prompts, before step 1, every few steps and at the end; else nothing."""
+    every = run.config.run.eval_every_steps
+    if run.data.eval_scorer is None or not (is_over or step == 1 or (step - 1) % every == 0):
+        return {}
+    responses = rollout.generate_greedy(
+        run.data.eval_prompts,
+        run.engine,
+        run.data.tokenizer,
+        run.config.rollout,
+        stop_token_ids=run.data.stop_token_ids,
+    )
+    scores = run.data.eval_scorer.score(responses).scores
+    sums = {
+        "accuracy": float(sum(value >= 1 for value in scores)),
+        "eval/score": sum(scores),
+        "eval/response_length": float(sum(len(r.response_ids) for r in responses)),
+    }
+    return run.world.means(sums, dict.fromkeys(sums, len(responses)))
+
+
+def has_arrived(run: Run, evaluation: Metrics) -> bool:
+    """Return whether an evaluation reached the accuracy at which the run may end."""
+    goal = run.config.run.stop_at_accuracy
+    return goal is not None and evaluation.get("accuracy", -1.0) >= goal
+
+
+def score(run: Run, rollouts: Sequence[Rollout]) -> tuple[TrainBatch, Metrics, Metrics]:
+    """Return the batch ready for the updates, this rank's sums of its rewards, and the gap between the engines."""
+    config, world = run.config, run.world
+    limits = {"max_tokens": config.update.micro_batch_tokens, "world": world}
+    temperature = config.rollout.temperature
+    batch, sums = scoring.score_rollouts(
+        rollouts, scorer=run.data.scorer, reward_model=run.reward_model, config=config.reward, **limits
+    )
+    logprobs = scoring.token_logprobs(run.actor.forward, batch, temperature=temperature, **limits)
+    batch = batch.with_fields(old_logprobs=logprobs)
+    is_float32 = str(choose_dtype(config.models.dtype, world.device)) == "torch.float32"
+    limit = config.rollout.max_logprob_gap or (1e-3 if is_float32 else 0.1)
+    gap = scoring.check_logprob_gap(batch, limit=limit, world=world)
+    if run.reference:
+        reference = scoring.token_logprobs(run.reference, batch, temperature=temperature, **limits)
+        batch = batch.with_fields(ref_logprobs=reference)
+    bootstrap = None
+    if run.critic:
+        batch = batch.with_fields(values=scoring.token_values(run.critic.forward, batch, **limits))
+        if config.advantage.bootstrap_truncated:
+            bootstrap = scoring.sequence_values(run.critic.forward, batch, **limits)
+    batch, more = scoring.add_advantages(batch, config.advantage, world, bootstrap_values=bootstrap)
+    return batch, sums | more, {"rollout/logprob_gap": gap}
+
+
+def learn_values(run: Run, batch: TrainBatch, step: int) -> Metrics:
+    """Update the critic, if the run has one."""
+    if run.critic is None:
+        return {}
+    config = run.config
+    metrics = update.update_critic(
+        run.critic,
+        batch,
+        config.update,
+        run.world,
+        seed=config.run.seed + step,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
+    return {f"critic/{name}": value for name, value in metrics.items()}
+
+
+def learn_policy(run: Run, batch: TrainBatch, step: int) -> Metrics:
+    """Update the actor, once the critic has warmed up."""
+    config = run.config
+    if step <= config.update.critic_warmup_steps:
+        return {}
+    metrics = update.update_actor(
+        run.actor,
+        batch,
+        config.update,
+        run.world,
+        seed=config.run.seed + step,
+        temperature=config.rollout.temperature,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
+    return {f"actor/{name}": value for name, value in metrics.items()}
+
+
+def save(run: Run, step: int) -> None:
+    """Write a checkpoint if one is due after this step."""
+    every = run.config.checkpoint.every_steps
+    if not every or step % every:
+        return
+    engines = {"actor": run.actor} | ({"critic": run.critic} if run.critic else {})
+    state = {"loader": run.data.loader.state_dict()}
+    checkpoint.save(
+        run.config.run_dir, step, engines, state, keep_last=run.config.checkpoint.keep_last, world=run.world
+    )

@@ -1,0 +1,148 @@
+"""One batch of rollouts becomes optimizer steps of critic and actor."""
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from hybrid_rl.batch import Packed, TrainBatch, pack, split
+from hybrid_rl.config import UpdateConfig
+from hybrid_rl.distributed import World
+from hybrid_rl.engines.deepspeed import TrainEngine
+from hybrid_rl.loss import policy_loss, token_weights, value_loss
+from hybrid_rl.models import packed_inputs
+
+Sums = dict[str, Tensor]
+"""Weighted sums over the tokens of a micro-batch; over a whole mini-batch and all ranks they are means."""
+
+
+def num_optimizer_steps(step_sizes: Iterable[int], config: UpdateConfig) -> int:
+    """Return the optimizer steps of some steps, given how many responses each has: what a schedule runs over."""
+    return sum(config.num_epochs * -(-size // config.mini_batch_size) for size in step_sizes)
+
+
+def mini_batches(sequence_ids: Tensor, size: int, *, seed: int, world: World) -> list[list[int]]:
+    """Return this rank's rows of each mini-batch, in a random order that does not depend on the number of ranks.
+
+    Every global mini-batch has `size` sequences but perhaps the last. A rank may hold none of one.
+    """
+    everyone = sorted(i for ids in world.gather(sequence_ids.tolist()) for i in ids)
+    random.Random(seed).shuffle(everyone)
+    position = {sequence_id: place for place, sequence_id in enumerate(everyone)}
+    chunks: list[list[int]] = [[] for _ in range(-(-len(everyone) // size))]
+    for row, sequence_id in enumerate(sequence_ids.tolist()):
+        chunks[position[sequence_id] // size].append(row)
+    return chunks
+
+
+def mini_batch_weights(
+    batch: TrainBatch, rows: list[int], config: UpdateConfig, world: World, max_response_tokens: int
+) -> Tensor:
+    """Return the loss weight of every token, [B, T]: normalised over the mini-batch on all ranks, 0 outside it."""
+    mask = torch.zeros_like(batch.response_mask)
+    mask[rows] = batch.response_mask[rows]
+    counts = world.sum(torch.tensor([mask.sum(), mask.any(dim=1).sum()], dtype=torch.float64))
+    return token_weights(
+        mask,
+        config.aggregation,
+        num_tokens=float(counts[0]),
+        num_sequences=float(counts[1]),
+        max_response_tokens=max_response_tokens,
+    )
+
+
+def _micro_batches(
+    batch: TrainBatch, rows: list[int], config: UpdateConfig, world: World
+) -> Iterator[tuple[Packed, bool]]:
+    """Yield (packed, is_last) over some rows; every rank yields equally often, a rank's last ones may be dummies."""
+    pieces = split(batch.sequence_lengths, config.micro_batch_tokens, rows)
+    pieces += [[]] * (world.max(len(pieces)) - len(pieces))
+    for place, piece in enumerate(pieces):
+        yield pack(batch, piece, world.device), place == len(pieces) - 1
+
+
+def _update(
+    engine: TrainEngine,
+    batch: TrainBatch,
+    config: UpdateConfig,
+    world: World,
+    *,
+    seed: int,
+    max_response_tokens: int,
+    compute_loss: Callable[[Packed, Tensor], tuple[Tensor, Sums]],
+) -> dict[str, float]:
+    """Run all epochs and mini-batches with a loss per micro-batch; return the means of its sums over optimizer steps."""
+    totals: dict[str, float] = defaultdict(float)
+    num_steps = 0
+    for epoch in range(config.num_epochs):
+        for rows in mini_batches(batch.sequence_ids, config.mini_batch_size, seed=seed + epoch, world=world):
+            weights = mini_batch_weights(batch, rows, config, world, max_response_tokens)
+            for packed, is_last in _micro_batches(batch, rows, config, world):
+                loss, sums = compute_loss(packed, packed.gather(weights))
+                engine.backward(loss, is_last=is_last)
+                for name, value in sums.items():
+                    totals[name] += float(value.detach())
+            totals["lr"] += engine.lr / world.size
+            totals["grad_norm"] += engine.step() / world.size
+            num_steps += 1
+    names = sorted(totals)
+    summed = world.sum(torch.tensor([totals[name] for name in names], dtype=torch.float64))
+    return {name: float(value) / num_steps for name, value in zip(names, summed, strict=True)}
+
+
+def update_actor(
+    engine: TrainEngine,
+    batch: TrainBatch,
+    config: UpdateConfig,
+    world: World,
+    *,
+    seed: int,
+    temperature: float,
+    max_response_tokens: int,
+) -> dict[str, float]:
+    """Take the optimizer steps of the actor on a batch with advantages; return metrics averaged over them."""
+    assert batch.old_logprobs is not None and batch.advantages is not None
+    old_logprobs, advantages = batch.old_logprobs, batch.advantages
+
+    def compute_loss(packed: Packed, weights: Tensor) -> tuple[Tensor, Sums]:
+        logprobs, entropy = engine.forward(
+            **packed_inputs(packed), index=packed.response_index, targets=packed.targets, temperature=temperature
+        )
+        old = packed.gather(old_logprobs)
+        token_loss, is_clipped = policy_loss(
+            logprobs, old, packed.gather(advantages), clip_low=config.clip_low, clip_high=config.clip_high
+        )
+        loss, mean_entropy = (weights * token_loss).sum(), (weights * entropy).sum()
+        sums = {
+            "loss": loss,
+            "entropy": mean_entropy,
+            "clip_fraction": (weights * is_clipped).sum(),
+            "ratio": (weights * (logprobs - old).detach().exp()).sum(),
+        }
+        return (loss - config.entropy_coef * mean_entropy if config.entropy_coef else loss), sums
+
+    return _update(
+        engine, batch, config, world, seed=seed, max_response_tokens=max_response_tokens, compute_loss=compute_loss
+    )
+
+
+def update_critic(
+    engine: TrainEngine, batch: TrainBatch, config: UpdateConfig, world: World, *, seed: int, max_response_tokens: int
+) -> dict[str, float]:
+    """Take the optimizer steps of the critic on a batch with value targets; return metrics averaged over them."""
+    assert batch.values is not None and batch.returns is not None
+    old_values, returns = batch.values, batch.returns
+
+    def compute_loss(packed: Packed, weights: Tensor) -> tuple[Tensor, Sums]:
+        values = engine.forward(**packed_inputs(packed), index=packed.response_index)
+        token_loss, is_clipped = value_loss(
+            values, packed.gather(old_values), packed.gather(returns), value_clip=config.value_clip
+        )
+        loss = (weights * token_loss).sum()
+        return loss, {"loss": loss, "clip_fraction": (weights * is_clipped).sum(), "value": (weights * values).sum()}
+
+    return _update(
+        engine, batch, config, world, seed=seed, max_response_tokens=max_response_tokens, compute_loss=compute_loss
+    )

@@ -1,0 +1,211 @@
+"""PyTorch reference of every kernel: the oracle of the kernels' tests, and the path of a CPU.
+
+Shape letters: N packed tokens, n rows of one chunk, H hidden, V vocabulary, B sequences, T response tokens.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORED_TARGET = -100
+CHUNK_ROWS = 1024  # 1024 rows of a 152,000 word vocabulary are 0.6 GB in float32
+
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
+_MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()  # 16-bit GEMM with float32 output, CUDA only, since torch 2.8
+_LOWEST_LOG_PROB = -1e4  # its exp is 0 even in float64, so the bound only turns 0 * -inf into 0
+
+
+def check_same_shape(**tensors: Tensor) -> None:
+    """Raise ValueError, with every name and shape, unless all shapes are equal."""
+    if len({tuple(t.shape) for t in tensors.values()}) > 1:
+        shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in tensors.items())
+        raise ValueError(f"shapes must be equal, got {shapes}")
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """Return float64 for float64, float32 for everything smaller."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def fused_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the targets' log-probabilities and the entropies, without ever holding all [N, V] logits.
+
+    Logits, their sum and all accumulation are float32; backward computes a chunk's logits again. Both results are
+    differentiable, once, with respect to hidden, weight and bias.
+
+    Args:
+        hidden:      [N, H] float32, bfloat16 or float16; N may be 0.
+        weight:      [V, H]; the output embedding. Pass the parameter itself: ZeRO-3 swaps its data.
+        targets:     [N] int64 in [0, V), or -100 for a row to ignore, whose hidden may hold anything.
+        temperature: divides the logits before the sum.
+        bias:        [V] or None; added to the logits.
+    Returns:
+        logprobs, entropy: [N] float32, 0 in ignored rows; in nats. float64 inputs stay float64.
+    Raises:
+        ValueError: shapes do not fit, or temperature is not positive.
+    """
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(f"hidden must be [N, H] and weight [V, H], got {list(hidden.shape)} and {list(weight.shape)}")
+    if targets.shape != hidden.shape[:1]:
+        raise ValueError(f"targets must be [N] with N = {len(hidden)}, got {list(targets.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be [V] with V = {len(weight)}, got {list(bias.shape)}")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be greater than 0, got {temperature}")
+    # Selected here and not inside: where() also selects gradients, so that a NaN in an ignored row reaches nothing.
+    is_kept = targets != IGNORED_TARGET
+    hidden = torch.where(is_kept[:, None], hidden, 0)
+    targets = torch.where(is_kept, targets, 0)
+    logprobs, entropy = _FusedLogprobs.apply(hidden, weight, bias, targets, temperature)
+    return torch.where(is_kept, logprobs, 0), torch.where(is_kept, entropy, 0)
+
+
+class _FusedLogprobs(torch.autograd.Function):
+    """fused_logprobs without ignored rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)  # an unused entropy comes back as None, and costs nothing
+        operand = _operand(weight)
+        logprobs = torch.empty(len(hidden), dtype=at_least_float32(hidden.dtype), device=hidden.device)
+        entropy = torch.empty_like(logprobs)
+        for rows in _chunks(len(hidden)):
+            log_probs = _log_softmax(hidden[rows], operand, bias, temperature)
+            logprobs[rows] = log_probs.gather(1, targets[rows, None]).squeeze(1)
+            entropy[rows] = _entropy(log_probs.exp(), log_probs.clamp_min_(_LOWEST_LOG_PROB)).squeeze(1)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        hidden, weight, bias, targets = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        operand = _operand(weight)
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=at_least_float32(weight.dtype)) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=at_least_float32(bias.dtype)) if needs_bias else None
+        for rows in _chunks(len(hidden)):
+            log_probs = _log_softmax(hidden[rows], operand, bias, ctx.temperature)
+            grad_parts = (None if g is None else g[rows, None] / ctx.temperature for g in (grad_logprobs, grad_entropy))
+            grad_logits = _grad_logits(log_probs, targets[rows, None], *grad_parts)
+            if grad_hidden is not None:
+                grad_hidden[rows] = _matmul(grad_logits, operand)
+            if grad_weight is not None:
+                grad_weight += _matmul(grad_logits.t(), _operand(hidden[rows]))
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None
+
+
+def _chunks(num_rows: int) -> Iterator[slice]:
+    return (slice(start, start + CHUNK_ROWS) for start in range(0, num_rows, CHUNK_ROWS))
+
+
+def _operand(x: Tensor) -> Tensor:
+    """Return x as `_matmul` takes it: 16 bits where torch multiplies them into float32, else at least float32."""
+    if x.is_cuda and x.dtype in _HALF_DTYPES and _MM_WIDENS:
+        return x
+    return x.to(at_least_float32(x.dtype))
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b in at least float32; b is an `_operand`, and a is cast to its dtype."""
+    if b.dtype in _HALF_DTYPES:
+        return torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
+    with torch.autocast(b.device.type, enabled=False):  # which would round to 16 bits
+        return a.to(b.dtype) @ b
+
+
+def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """Return the log-probabilities of every word, [n, V]; hidden is [n, H], weight an `_operand` [V, H]."""
+    logits = _matmul(hidden, weight.t())
+    if bias is not None:
+        logits += bias
+    logits /= temperature
+    # On a CPU torch.log_softmax adds exponentials one by one, 1e-5 off at 130,000 words; sum() adds them pairwise.
+    logits -= logits.amax(dim=1, keepdim=True)
+    logits -= logits.exp().sum(dim=1, keepdim=True).log()
+    return logits
+
+
+def _entropy(probs: Tensor, log_probs: Tensor) -> Tensor:
+    """Return the entropies [n, 1] of [n, V] distributions; overwrites probs. Finite log_probs make 0 * log 0 be 0."""
+    return -probs.mul_(log_probs).sum(dim=1, keepdim=True)
+
+
+def _grad_logits(
+    log_probs: Tensor, targets: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+) -> Tensor:
+    """Return the gradient of the logits, [n, V]: g (onehot - p) - e p (log p + H).
+
+    g [n, 1] is the gradient of the target's log-prob and e [n, 1] of the entropy H; overwrites log_probs.
+    """
+    probs = log_probs.exp()
+    factor = torch.zeros_like(log_probs[:, :1])
+    if grad_entropy is not None:
+        log_probs.clamp_min_(_LOWEST_LOG_PROB)
+        entropy = _entropy(probs.clone(), log_probs)
+        factor = log_probs.add_(entropy).mul_(grad_entropy)
+    if grad_logprobs is None:
+        return -probs.mul_(factor)
+    grad = probs.mul_(factor + grad_logprobs).neg_()
+    return grad.scatter_add_(1, targets, grad_logprobs)
+
+
+@torch.no_grad()
+def gae(
+    token_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    gamma: float,
+    gae_lambda: float,
+    mode: Literal["zero", "carry"] = "zero",
+    bootstrap_values: Tensor | None = None,
+) -> Tensor:
+    """Return generalized advantage estimates.
+
+    Args:
+        token_rewards, values: [B, T] float32; reward paid after token t, and value before it. Read only in the mask.
+        response_mask:    [B, T] bool or 0 and 1; a row may have gaps (a tool's tokens) or no token at all.
+        gamma, gae_lambda: discount, and decay of the estimate, per token.
+        mode:             what a gap is. zero: states of value 0 and reward 0, each discounted like a token.
+                          carry: nothing, V_{t+1} and A_{t+1} are those of the next sampled token.
+        bootstrap_values: [B] or None; value after the last sampled token, 0 when None.
+    Returns:
+        advantages: [B, T] float32 (float64 if token_rewards is), 0 outside the mask, without gradient.
+    Raises:
+        ValueError: shapes differ or the mode is unknown.
+    Source: Schulman et al. 2016, eq. 16. The modes are those of OpenRLHF (zero) and verl (carry).
+    """
+    check_same_shape(token_rewards=token_rewards, values=values, response_mask=response_mask)
+    if mode not in ("zero", "carry"):
+        raise ValueError(f"mode must be zero or carry, got {mode!r}")
+    mask = response_mask.bool()
+    rewards = torch.where(mask, token_rewards, 0).to(at_least_float32(token_rewards.dtype))
+    values = torch.where(mask, values, 0).to(rewards)
+    # What the scan passes through: up to the last sampled token every slot, or only the sampled ones.
+    is_state = mask.flip(1).cumsum(1).flip(1) > 0 if mode == "zero" else mask
+
+    advantages = torch.zeros_like(rewards)
+    advantage = rewards.new_zeros(len(rewards))
+    next_value = advantage if bootstrap_values is None else bootstrap_values.to(advantage)
+    check_same_shape(bootstrap_values=next_value, rows=advantage)
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = torch.where(is_state[:, t], delta + gamma * gae_lambda * advantage, advantage)
+        next_value = torch.where(is_state[:, t], values[:, t], next_value)
+        advantages[:, t] = advantage
+    return torch.where(mask, advantages, 0)

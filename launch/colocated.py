@@ -1,0 +1,94 @@
+"""Train on this node: one process per visible GPU, or one process on a CPU.
+
+    python launch/colocated.py                                    the embedded demo
+    python launch/colocated.py --config my.yaml                   your run
+    python launch/colocated.py --config my.yaml --update.actor.lr 1e-6
+    python launch/colocated.py --help                             every setting
+"""
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]  # so that a checkout runs without being installed
+
+from jsonargparse import ArgumentParser, set_parsing_settings  # noqa: E402
+
+from hybrid_rl.config import Config, ConfigError, validate  # noqa: E402
+
+DEMO = ROOT / "launch" / "configs" / "demo.yaml"
+
+
+def parse(arguments: list[str] | None = None) -> tuple[Config, int | None]:
+    """Return the settings and the number of processes asked for; without --config, the demo's settings are the defaults.
+
+    Raises:
+        SystemExit: with code 2 and one sentence, for anything that cannot be read.
+    """
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(prog="colocated.py", description=__doc__)
+    parser.add_argument("--config", action="config", help="YAML file with any of the settings below.")
+    parser.add_argument("--num_processes", type=int | None, default=None, help="Ranks; null takes one per visible GPU.")
+    parser.add_class_arguments(Config)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not any(a == "--config" or a.startswith("--config=") for a in arguments):
+        arguments = ["--config", str(DEMO), *arguments]
+    settings = parser.instantiate_classes(parser.parse_args(arguments))
+    fields = {name: settings[name] for name in Config.__dataclass_fields__}
+    return Config(**fields), settings.num_processes
+
+
+def run_rank(config: Config) -> None:
+    """Train as the rank that the environment describes, seeing only its own GPU."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local_rank] if visible else str(local_rank)
+    from hybrid_rl.trainer import train
+
+    train(config)
+
+
+def num_visible_gpus() -> int:
+    """Return how many GPUs this process may use, without touching CUDA in it."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def launch(config: Config, num_processes: int | None) -> None:
+    """Run one process per rank under torch's elastic agent; a single rank runs in this process."""
+    num_processes = num_processes or max(1, num_visible_gpus())
+    if num_processes == 1:
+        run_rank(config)
+        return
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    agent = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id=config.run.name,
+        max_restarts=0,
+    )
+    elastic_launch(agent, run_rank)(config)
+
+
+def main() -> None:
+    """Read the settings, check them, train."""
+    config, num_processes = parse()
+    try:
+        from hybrid_rl.demo import resolve_demo
+
+        config = resolve_demo(validate(config))
+        launch(config, num_processes)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
