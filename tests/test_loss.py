@@ -196,7 +196,7 @@ def test_masked_slots_change_no_bit(name, mode, garbage, seed):
     expected, expected_gradient = value_and_gradient(
         lambda x: aggregate(token_loss(x, *inputs[1:]), mask, mode), inputs[0]
     )
-    for place in range(num_inputs):  # garbage in one tensor, and in the end in all
+    for place in range(num_inputs):  # garbage in the tensors so far, and finite but in one
         inputs[place][~mask] = garbage
         for dirty in (
             inputs,
