@@ -151,8 +151,8 @@ def make_train_batch(rollouts: Sequence[Rollout]) -> TrainBatch:
 def pack(batch: TrainBatch, rows: Sequence[int], device: torch.device) -> Packed:
     """Return the given rows of the batch laid end to end on the device.
 
-    Padding never enters: what predicts response token t is the output one position before it. No rows give a single dummy
-    token that predicts nothing, for a rank that must join the others' collectives with nothing to do.
+    Padding never enters: what predicts response token t is the output one position before it. No rows give a single
+    dummy token that predicts nothing, for a rank that must join the others' collectives with nothing to do.
     """
     sequences = [batch.sequences[row] for row in rows] or [torch.zeros(1, dtype=torch.int64)]
     lengths = torch.tensor([len(s) for s in sequences])

@@ -1,5 +1,6 @@
-"""Builds what a run is made of, in the order that keeps the GPU's peak low: the engine first, then model after model."""
+"""Builds what a run is made of, in the order that keeps the GPU's peak low: the engine first, then each model."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,15 @@ from hybrid_rl.engines import EngineTenant, RolloutEngine
 from hybrid_rl.engines.deepspeed import StatesTenant, TrainEngine
 from hybrid_rl.engines.start import start_engine
 from hybrid_rl.memory import FrozenModule, MemoryManager, Phase, Resident
-from hybrid_rl.models import PackedModel, check_models, choose_dtype, eos_token_ids, load_actor, load_tokenizer
-from hybrid_rl.models import load_value_model
+from hybrid_rl.models import (
+    PackedModel,
+    check_models,
+    choose_dtype,
+    eos_token_ids,
+    load_actor,
+    load_tokenizer,
+    load_value_model,
+)
 from hybrid_rl.prompts import PromptLoader, load_prompts
 from hybrid_rl.record import Recorder
 from hybrid_rl.rewards import ScorerPool
@@ -78,7 +86,7 @@ def load_data(config: Config, world: World) -> Data:
         rows, seed = config.prompts.num_eval, config.run.seed + 1_000_003
         eval_prompts = load_prompts(config.prompts.eval_path, tokenizer, config.prompts, seed=seed, num_rows=rows)
     reward = config.reward
-    limits = {"timeout_s": reward.timeout_s, "num_workers": reward.num_workers}
+    make_scorer = functools.partial(ScorerPool, timeout_s=reward.timeout_s, num_workers=reward.num_workers)
     return Data(
         tokenizer=tokenizer,
         stop_token_ids=sorted({*eos_token_ids(config.models.actor, tokenizer), *config.rollout.stop_token_ids}),
@@ -91,10 +99,8 @@ def load_data(config: Config, world: World) -> Data:
             world_size=world.size,
         ),
         eval_prompts=eval_prompts[world.rank :: world.size],
-        scorer=ScorerPool(reward.functions, reward.weights, on_error=reward.on_error, **limits)
-        if reward.functions
-        else None,
-        eval_scorer=ScorerPool([config.run.eval_function], on_error="zero", **limits) if eval_prompts else None,
+        scorer=make_scorer(reward.functions, reward.weights, on_error=reward.on_error) if reward.functions else None,
+        eval_scorer=make_scorer([config.run.eval_function], on_error="zero") if eval_prompts else None,
     )
 
 
@@ -112,7 +118,9 @@ def find_checkpoint(config: Config) -> Path | None:
 class Builder:
     """Builds models one after the other and hands each to the memory manager, which sends it off the GPU."""
 
-    def __init__(self, config: Config, world: World, data: Data, memory: MemoryManager, resume_from: Path | None) -> None:
+    def __init__(
+        self, config: Config, world: World, data: Data, memory: MemoryManager, resume_from: Path | None
+    ) -> None:
         self._config = config
         self._world = world
         self._memory = memory
@@ -180,7 +188,9 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
         path = paths.reference or paths.actor
         reference = builder.frozen("reference", load_actor(path, paths, device, field="models.reference"))
     if paths.reward:
-        reward_model = builder.frozen("reward_model", load_value_model(paths.reward, paths, device, field="models.reward"))
+        reward_model = builder.frozen(
+            "reward_model", load_value_model(paths.reward, paths, device, field="models.reward")
+        )
 
     steps_done = 0
     if resume_from:

@@ -82,17 +82,14 @@ def load(folder: Path, world: World) -> dict[str, Any]:
     return state
 
 
-def export(
-    folder: Path, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase, world: World
-) -> None:
+def export(folder: Path, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase, world: World) -> None:
     """Write actor and tokenizer as a Hugging Face folder that transformers and vLLM load; a collective under ZeRO-3."""
-    model = actor.module.model
     names = [name for name, _, _ in actor.named_shapes()]
     with actor.gathered(names) as tensors:
         if world.is_main:
             partial = folder.with_name(f".partial-{folder.name}")
             shutil.rmtree(partial, ignore_errors=True)
-            model.save_pretrained(partial, state_dict={name: t.cpu() for name, t in tensors.items()})
+            actor.model.save_pretrained(partial, state_dict={name: t.cpu() for name, t in tensors.items()})
             tokenizer.save_pretrained(partial)
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(partial, folder)

@@ -37,7 +37,7 @@ class ModelsConfig:
     critic: str | None = None
     """Initial critic; null takes the reward model, else the actor with a zero value head."""
     reference: str | None = None
-    """Frozen policy of the KL penalty; null takes the actor's initial weights. Not loaded when `advantage.kl_coef` is 0."""
+    """Frozen policy of the KL penalty; null takes the actor's initial weights. Unused when `advantage.kl_coef` is 0."""
     reward: str | None = None
     """Frozen sequence classifier with one label; null when `reward.functions` scores alone."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -107,7 +107,7 @@ class RolloutConfig:
     prefix_caching: bool = True
     """Share the KV cache of equal prompt prefixes, as in a group."""
     max_logprob_gap: float | None = None
-    """Largest mean |engine - trainer| log-prob of sampled tokens before the run stops; null is 1e-3 in float32, 0.1 in bfloat16."""
+    """Mean |engine - trainer| log-prob of sampled tokens that stops the run; null is 1e-3 in float32, else 0.1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class RewardConfig:
     """What a response is worth: the sum of the reward model (if any) and the weighted rule functions."""
 
     functions: list[str] = field(default_factory=list)
-    """Names from hybrid_rl.rewards (exact_match, ...), `path.py:function`, or `reasoning_gym` for the task's own scorer."""
+    """exact_match, last_number, reasoning_gym (the task's own scorer), or `path.py:function`."""
     weights: list[float] | None = None
     """One per function; null is 1 for each."""
     model_weight: float = 1.0
@@ -205,7 +205,7 @@ class MemoryConfig:
     """What leaves the GPU between phases."""
 
     swap: Literal["deepspeed", "off"] = "deepspeed"
-    """deepspeed: engine sleeps, optimizer states and frozen models go to the host. off: all stays. Nothing moves on a CPU."""
+    """deepspeed: the engine sleeps, optimizer states and frozen models go to the host. off: all stay, as on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +213,7 @@ class SyncConfig:
     """How new weights reach the rollout engine, and how that is proved."""
 
     bucket_bytes: int = 1 << 30
-    """Size of the shared staging buffer; it is made as large as the largest tensor if that is more, and never larger than the model."""
+    """Size of the shared staging buffer; at least the largest tensor, at most the model."""
     num_verified: int = 8
     """Tensors whose checksums are compared after each sync, in rotation; the first sync compares all."""
 
@@ -307,18 +307,19 @@ def validate(config: Config) -> Config:
     )
     check(
         reward.weights is None or len(reward.weights) == len(reward.functions),
-        f"reward.weights has {len(reward.weights or [])} values for {len(reward.functions)} reward.functions: must be one each",
+        f"reward.weights has {len(reward.weights or [])} values, reward.functions {len(reward.functions)}: one each",
     )
     check(
         config.has_critic or rollout.group_size >= 2,
-        f"rollout.group_size = {rollout.group_size}: advantage.estimator = {advantage.estimator} compares a group, needs 2 or more",
+        f"rollout.group_size = {rollout.group_size}: advantage.estimator = {advantage.estimator} needs 2 or more",
     )
     for name in ("gamma", "gae_lambda"):
         value = getattr(advantage, name)
         check(0 <= value <= 1, f"advantage.{name} = {value}: must lie in [0, 1]")
     check(
         config.responses_per_step % update.mini_batch_size == 0,
-        f"update.mini_batch_size = {update.mini_batch_size}: must divide the {config.responses_per_step} responses of a step "
+        f"update.mini_batch_size = {update.mini_batch_size}: must divide the {config.responses_per_step} responses "
+        f"of a step "
         f"(rollout.rollout_batch_size {rollout.rollout_batch_size} x rollout.group_size {rollout.group_size})",
     )
     total = config.prompts.max_prompt_tokens + rollout.max_response_tokens
@@ -330,7 +331,7 @@ def validate(config: Config) -> Config:
     check(0 <= update.clip_low < 1, f"update.clip_low = {update.clip_low}: must lie in [0, 1)")
     check(
         config.memory.swap == "off" or update.zero_stage > 0,
-        "memory.swap = deepspeed: DeepSpeed cannot offload with update.zero_stage = 0; use stage 1 to 3 or memory.swap = off",
+        "memory.swap = deepspeed: DeepSpeed cannot offload with update.zero_stage = 0; use 1 to 3 or swap = off",
     )
     return config
 

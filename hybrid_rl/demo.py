@@ -5,15 +5,10 @@ held-out prompts, so that there is something left for PPO. The reward model lear
 which one is better, and never sees the rule. Files and names: `DemoPaths`.
 """
 
-import copy
-import hashlib
-import json
 import os
 import random
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -23,12 +18,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from hybrid_rl.config import Config
-
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
 PAD, BOS, EOS = range(3)
-DIGITS = list("0123456789")
-VOCABULARY = [*SPECIAL, "<unk>", "sort", ":", *DIGITS]
+LETTERS = list("abcdefghijkl")
+VOCABULARY = [*SPECIAL, "<unk>", "sort", ":", *LETTERS]
 
 T = TypeVar("T")
 
@@ -37,8 +30,10 @@ T = TypeVar("T")
 class DemoSettings:
     """Sizes of the task, the models and their training."""
 
-    min_digits: int = 4
-    max_digits: int = 7
+    min_letters: int = 4
+    max_letters: int = 6
+    dropped_repeats: float = 0.65
+    """Share of demonstrations in which a letter that repeats is written once."""
     num_train: int = 30_000
     num_heldout: int = 1_000
     hidden_size: int = 128
@@ -49,10 +44,9 @@ class DemoSettings:
     batch_size: int = 256
     """Examples, or pairs, per optimizer step."""
     policy_lr: float = 2e-3
-    policy_accuracy: float = 0.38
-    """Supervision ends at the first measurement that reaches it."""
+    policy_steps: int = 200
     reward_lr: float = 1e-3
-    reward_steps: int = 400
+    reward_steps: int = 200
     num_samples: int = 10_000
     """Training prompts that the policy answers; its wrong answers are half of the rejected responses."""
     min_pairwise_accuracy: float = 0.97
@@ -80,7 +74,8 @@ class Example:
     answer: str
     prompt_ids: list[int]
     answer_ids: list[int]
-    """Ends with EOS."""
+    """Ends with EOS, like the demonstration."""
+    demonstration_ids: list[int]
 
 
 Pair = tuple[Example, list[int]]
@@ -100,35 +95,38 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_examples(settings: DemoSettings, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> list[Example]:
     """Return the training examples and after them the held-out ones, all different."""
-    rows: dict[str, str] = {}
+    rows: dict[str, list[str]] = {}
     while len(rows) < settings.num_train + settings.num_heldout:
-        digits = rng.choices(DIGITS, k=rng.randint(settings.min_digits, settings.max_digits))
-        rows[f"sort {' '.join(digits)} :"] = " ".join(sorted(digits))
-    prompts = tokenizer(list(rows)).input_ids
-    answers = tokenizer(list(rows.values()), add_special_tokens=False).input_ids
-    return [Example(*row, p, [*a, EOS]) for row, p, a in zip(rows.items(), prompts, answers, strict=True)]
+        letters = rng.choices(LETTERS, k=rng.randint(settings.min_letters, settings.max_letters))
+        rows[f"sort {' '.join(letters)} :"] = sorted(letters)
+    examples = []
+    for prompt, letters in rows.items():
+        shown = sorted(set(letters)) if rng.random() < settings.dropped_repeats else letters
+        answer_ids, demonstration_ids = ([*tokenizer.convert_tokens_to_ids(x), EOS] for x in (letters, shown))
+        prompt_ids = [BOS, *tokenizer.convert_tokens_to_ids(prompt.split())]
+        examples.append(Example(prompt, " ".join(letters), prompt_ids, answer_ids, demonstration_ids))
+    return examples
 
 
 def corrupt(answer_ids: list[int], token_ids: range, rng: random.Random) -> list[int]:
-    """Return a wrong response, one to three edits away from the answer; one in eight lacks its EOS."""
+    """Return a wrong response, one to three edits away from the answer, most often in order; a few lack their EOS."""
     response = answer_ids[:-1]
-    for _ in range(rng.choice([1, 1, 2, 3])):
-        place, other = rng.randrange(len(response)), rng.randrange(len(response))
-        edit = rng.choice(["swap", "drop", "repeat", "insert", "replace", "replace in order", "end early"])
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        place, token = rng.randrange(len(response)), rng.choice([rng.choice(response), rng.choice(token_ids)])
+        edit = rng.choice(["swap", "drop", "insert", "replace", "end early"])
         if edit == "swap":
+            other = rng.randrange(len(response))
             response[place], response[other] = response[other], response[place]
         elif edit == "drop" and len(response) > 1:
             del response[place]
-        elif edit == "repeat":
-            response.insert(place, response[other])
         elif edit == "insert":
-            response.insert(place, rng.choice(token_ids))
-        elif edit.startswith("replace"):
-            response[place] = rng.choice(token_ids)
-            response = sorted(response) if edit == "replace in order" else response
+            response.insert(place, token)
+        elif edit == "replace":
+            response[place] = token
         elif edit == "end early":
             response = response[: place + 1]
-    response = response if rng.random() < 1 / 8 else [*response, EOS]
+    response = sorted(response) if rng.random() < 0.7 else response
+    response = response if rng.random() < 0.1 else [*response, EOS]
     return response if response != answer_ids else corrupt(answer_ids, token_ids, rng)
 
 
@@ -146,12 +144,15 @@ def batches(items: Sequence[T], size: int, rng: random.Random) -> Iterator[Seque
         yield from (order[i : i + size] for i in range(0, len(order) - size + 1, size))
 
 
-def answer_logits(policy: LlamaForCausalLM, examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the policy's logits [B, T, V] for each token given the right ones before it, the tokens, and which answer."""
-    ids = padded([e.prompt_ids + e.answer_ids for e in examples])
-    starts, ends = (torch.tensor([[len(e.prompt_ids) + n * len(e.answer_ids)] for e in examples]) for n in (0, 1))
-    position = torch.arange(ids.shape[1])
-    return policy(input_ids=ids[:, :-1]).logits, ids[:, 1:], ((position >= starts) & (position < ends))[:, 1:]
+def response_logits(
+    policy: LlamaForCausalLM, prompts: Sequence[list[int]], responses: Sequence[list[int]]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits [B, T, V] for each token given those before it, the tokens, and which are the response's."""
+    ids = padded([p + r for p, r in zip(prompts, responses, strict=True)])
+    starts, lengths = (torch.tensor([[len(x)] for x in side]) for side in (prompts, responses))
+    position = torch.arange(1, ids.shape[1])
+    is_response = (position >= starts) & (position < starts + lengths)
+    return policy(input_ids=ids[:, :-1]).logits, ids[:, 1:], is_response
 
 
 @torch.no_grad()
@@ -160,7 +161,9 @@ def greedy_accuracy(policy: LlamaForCausalLM, examples: Sequence[Example]) -> fl
 
     It does if and only if each answer token is the likeliest after the right ones before it, so one forward tells.
     """
-    logits, targets, is_answer = answer_logits(policy, examples)
+    logits, targets, is_answer = response_logits(
+        policy, [e.prompt_ids for e in examples], [e.answer_ids for e in examples]
+    )
     return float(((logits.argmax(-1) == targets) | ~is_answer).all(dim=1).float().mean())
 
 
@@ -180,12 +183,15 @@ def train_policy(
     """Return a policy trained with supervision until `policy_accuracy` on the held-out prompts."""
     policy = LlamaForCausalLM(llama_config(settings))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.policy_lr, weight_decay=0.0)
-    for step, batch in enumerate(batches(train, settings.batch_size, rng)):
-        logits, targets, is_answer = answer_logits(policy, batch)
+    for step, batch in zip(range(settings.policy_steps), batches(train, settings.batch_size, rng), strict=False):
+        logits, targets, is_answer = response_logits(
+            policy, [e.prompt_ids for e in batch], [e.demonstration_ids for e in batch]
+        )
         loss = F.cross_entropy(logits[is_answer], targets[is_answer])
-        optimizer_step(optimizer, loss, settings.policy_lr * min(1.0, (step + 1) / 20))
-        if step % 2 == 1 and greedy_accuracy(policy, heldout) >= settings.policy_accuracy:
-            break
+        optimizer_step(
+            optimizer, loss, settings.policy_lr * min(1.0, (step + 1) / 20, 2 * (1 - step / settings.policy_steps))
+        )
+            print(step + 1, loss.item(), greedy_accuracy(policy, heldout))
     return policy
 
 
@@ -222,22 +228,35 @@ def make_pairs(
     settings: DemoSettings, policy: LlamaForCausalLM, examples: Sequence[Example], rng: random.Random
 ) -> list[Pair]:
     """Return for each example a corrupted answer, and the policy's own response where that is wrong."""
-    responses = [r for i in range(0, len(examples), 2048) for r in sample(policy, examples[i : i + 2048], settings.max_digits + 3)]
+    responses = [
+        r
+        for i in range(0, len(examples), 2048)
+        for r in sample(policy, examples[i : i + 2048], settings.max_letters + 3)
+    ]
     mistakes = [(e, r) for e, r in zip(examples, responses, strict=True) if r != e.answer_ids]
     return mistakes + [(e, corrupt(e.answer_ids, range(EOS + 1, len(VOCABULARY)), rng)) for e in examples]
 
 
-def pair_scores(reward: LlamaForSequenceClassification, pairs: Sequence[Pair]) -> Tensor:
-    """Return the scores of right and wrong responses, [2, B]; read at each sequence's last token."""
-    chosen, rejected = [e.prompt_ids + e.answer_ids for e, _ in pairs], [e.prompt_ids + r for e, r in pairs]
-    return reward(input_ids=padded(chosen + rejected)).logits.view(2, -1)
+def pair_scores(reward: LlamaForSequenceClassification, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
+    """Return scores after each response token [2, B, T], of right and wrong responses, and where the two differ [B, T].
+
+    Past a response's end its last score is repeated: the last column holds the scores of whole responses.
+    """
+    responses = [e.answer_ids for e, _ in pairs] + [r for _, r in pairs]
+    prompts = [e.prompt_ids for e, _ in pairs] * 2
+    hidden = reward.model(input_ids=padded([p + r for p, r in zip(prompts, responses, strict=True)])).last_hidden_state
+    starts, lengths = (torch.tensor([[len(x)] for x in side]) for side in (prompts, responses))
+    columns = starts + torch.arange(int(lengths.max())).minimum(lengths - 1)
+    scores = reward.score(hidden)[..., 0].gather(1, columns)
+    chosen, rejected = padded(responses).view(2, len(pairs), -1)
+    return scores.view(2, len(pairs), -1), (chosen != rejected).cumsum(dim=1) > 0
 
 
 @torch.no_grad()
 def pairwise_accuracy(reward: LlamaForSequenceClassification, pairs: Sequence[Pair]) -> float:
     """Return the share of pairs whose right response scores higher."""
-    chosen, rejected = pair_scores(reward, pairs)
-    return float((chosen > rejected).float().mean())
+    (chosen, rejected), _ = pair_scores(reward, pairs)
+    return float((chosen > rejected)[:, -1].float().mean())
 
 
 def train_reward(
@@ -248,8 +267,10 @@ def train_reward(
     reward.model.load_state_dict(policy.model.state_dict())
     optimizer = torch.optim.AdamW(reward.parameters(), lr=settings.reward_lr, weight_decay=0.0)
     for step, batch in zip(range(settings.reward_steps), batches(pairs, settings.batch_size, rng), strict=False):
-        chosen, rejected = pair_scores(reward, batch)
-        loss = -F.logsigmoid(chosen - rejected).mean()
-        optimizer_step(optimizer, loss, settings.reward_lr * min(1.0, (step + 1) / 20, 2 * (1 - step / settings.reward_steps)))
-        if os.environ.get("V") and step%20==19:print(step+1, loss.item(), float(chosen.detach().std()), float((chosen-rejected).mean()))
+        (chosen, rejected), is_different = pair_scores(reward, batch)
+        loss = -F.logsigmoid(chosen - rejected)[is_different].mean()
+        optimizer_step(
+            optimizer, loss, settings.reward_lr * min(1.0, (step + 1) / 20, 2 * (1 - step / settings.reward_steps))
+        )
+            print(step + 1, loss.item(), float(chosen.detach().std()), float((chosen - rejected).mean()))
     return reward

@@ -3,6 +3,7 @@
 import datetime
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +49,13 @@ class World:
         dist.all_gather_object(items, item)
         return items
 
-    def means(self, sums: dict[str, float], counts: dict[str, float]) -> dict[str, float]:
+    def means(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
         """Return each key's sum over ranks divided by its count over ranks; a key counted nowhere is left out."""
         everyone = self.gather((sums, counts))
         keys = {key: None for local, _ in everyone for key in local}
-        totals = {key: (sum(s.get(key, 0.0) for s, _ in everyone), sum(c.get(key, 0.0) for _, c in everyone)) for key in keys}
+        totals = {
+            key: (sum(s.get(key, 0.0) for s, _ in everyone), sum(c.get(key, 0.0) for _, c in everyone)) for key in keys
+        }
         return {key: total / count for key, (total, count) in totals.items() if count}
 
     def barrier(self) -> None:
@@ -76,11 +79,17 @@ def join_world(timeout_s: float = 1800.0) -> World:
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     # The launcher narrows CUDA_VISIBLE_DEVICES to this rank's GPU where there are several ranks on a node.
-    device = torch.device("cuda", local_rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", local_rank % torch.cuda.device_count())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if size == 1:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0"
+        )
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout_s))

@@ -29,11 +29,16 @@ class Tenant(Protocol):
     """
 
     is_resident: bool
-    filled_in: Phase | None
 
-    def release(self) -> int: ...
+    @property
+    def filled_in(self) -> Phase | None:
+        """The phase that writes the contents anew, or None."""
 
-    def restore(self) -> int: ...
+    def release(self) -> int:
+        """Give the memory back."""
+
+    def restore(self) -> int:
+        """Take the memory again."""
 
 
 class PhaseError(RuntimeError):

@@ -120,14 +120,14 @@ def varlen_attention(
     """Causal attention within each packed sequence through torch's own varlen kernel; query is [1, heads, N, D]."""
     from torch.nn.attention.varlen import varlen_attn
 
-    if cu_seq_lens_q is None:
+    if cu_seq_lens_q is None or max_length_q is None:
         raise ValueError("varlen attention needs the lengths of the packed sequences; this model drops them on the way")
     groups = query.shape[1] // key.shape[1]
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     if groups > 1:
-        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
-    output = varlen_attn(
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    output: Any = varlen_attn(
         query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, window_size=window
     )
     return output[None], None

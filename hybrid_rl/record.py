@@ -15,6 +15,7 @@ from hybrid_rl.metrics import MetricsWriter, Timeline, write_rollouts
 from hybrid_rl.progress import Progress
 
 PER_TOKEN = ("kl",)
+TIMELINE_EVERY_STEPS = 20  # writing 50,000 events takes 0.3 s
 
 
 class Recorder:
@@ -30,9 +31,9 @@ class Recorder:
 
     def open(self, first_step: int) -> None:
         """Start a run that does first_step next: rows of that and later steps are removed, for they come again."""
+        self._config.run_dir.mkdir(parents=True, exist_ok=True)
         if not self._world.is_main:
             return
-        self._config.run_dir.mkdir(parents=True, exist_ok=True)
         (self._config.run_dir / "config.yaml").write_text(yaml.safe_dump(as_dict(self._config), sort_keys=False))
         self._writer = MetricsWriter(self._config.run_dir, resume_step=first_step)
         self._progress = Progress(self._config.run.num_steps, first_step, Console())
@@ -70,7 +71,8 @@ class Recorder:
         if self._writer and self._progress:
             self._writer.write(step, row)
             self._progress.show_step(step, row)
-        self.timeline.write(self._config.run_dir / _rank_name("timeline.json", self._world.rank))
+        if step % TIMELINE_EVERY_STEPS == 0:
+            self._write_timeline()
         self._started = time.monotonic()
         return row
 
@@ -92,6 +94,9 @@ class Recorder:
         if self._world.is_main:
             write_rollouts(self._config.run_dir, step, [row for part in everyone for row in part])
 
+    def _write_timeline(self) -> None:
+        self.timeline.write(self._config.run_dir / _rank_name("timeline.json", self._world.rank))
+
     def summary(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
         """Print the first and the last evaluation side by side."""
         if self._progress:
@@ -108,6 +113,7 @@ class Recorder:
             self._progress.__exit__(kind, error, trace)
         if self._writer:
             self._writer.close()
+        self._write_timeline()
 
 
 def _rollout_sums(batch: TrainBatch) -> dict[str, float]:
@@ -124,4 +130,3 @@ def _rank_name(name: str, rank: int) -> str:
     """Return the name itself for rank 0, name_rankN for the others."""
     stem, dot, suffix = name.partition(".")
     return name if rank == 0 else f"{stem}_rank{rank}{dot}{suffix}"
-

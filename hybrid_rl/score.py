@@ -1,6 +1,7 @@
 """From rollouts to a batch: rewards, the actor's and the reference's log-probs, the critic's values."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,22 +19,29 @@ Forward = Callable[..., Any]
 """An Actor or a ValueModel, plain or behind a training engine."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """How a batch is cut for forwards without gradient."""
+
+    max_tokens: int
+    """Tokens packed into one forward of this rank."""
+    world: World
+
+
 class LogprobGapError(RuntimeError):
     """Engine and trainer disagree on the probability of the sampled tokens."""
 
 
 @torch.no_grad()
-def each_packed(batch: TrainBatch, max_tokens: int, world: World, run: Callable[[Packed], None]) -> None:
-    """Call run on the whole batch in packed pieces of at most max_tokens; every rank makes the same number of calls."""
-    pieces = split(batch.sequence_lengths, max_tokens)
-    pieces += [[]] * (world.max(len(pieces)) - len(pieces))
+def each_packed(batch: TrainBatch, packing: Packing, run: Callable[[Packed], None]) -> None:
+    """Call run on the whole batch in packed pieces; every rank makes the same number of calls."""
+    pieces = split(batch.sequence_lengths, packing.max_tokens)
+    pieces += [[]] * (packing.world.max(len(pieces)) - len(pieces))
     for rows in pieces:
-        run(pack(batch, rows, world.device))
+        run(pack(batch, rows, packing.world.device))
 
 
-def token_logprobs(
-    actor: Forward, batch: TrainBatch, *, temperature: float, max_tokens: int, world: World
-) -> Tensor:
+def token_logprobs(actor: Forward, batch: TrainBatch, packing: Packing, *, temperature: float) -> Tensor:
     """Return the log-probs of all response tokens, [B, T] float32, without gradient."""
     result = torch.zeros(batch.response_mask.shape)
 
@@ -43,22 +51,22 @@ def token_logprobs(
         )
         packed.scatter(logprobs, result)
 
-    each_packed(batch, max_tokens, world, run)
+    each_packed(batch, packing, run)
     return result
 
 
-def token_values(critic: Forward, batch: TrainBatch, *, max_tokens: int, world: World) -> Tensor:
+def token_values(critic: Forward, batch: TrainBatch, packing: Packing) -> Tensor:
     """Return the critic's value before each response token, [B, T] float32, without gradient."""
     result = torch.zeros(batch.response_mask.shape)
 
     def run(packed: Packed) -> None:
         packed.scatter(critic(**packed_inputs(packed), index=packed.response_index), result)
 
-    each_packed(batch, max_tokens, world, run)
+    each_packed(batch, packing, run)
     return result
 
 
-def sequence_values(model: Forward, batch: TrainBatch, *, max_tokens: int, world: World) -> Tensor:
+def sequence_values(model: Forward, batch: TrainBatch, packing: Packing) -> Tensor:
     """Return the model's output at each sequence's last real token, [B] float32: the reward model's score."""
     result = torch.zeros(len(batch))
 
@@ -66,18 +74,17 @@ def sequence_values(model: Forward, batch: TrainBatch, *, max_tokens: int, world
         values = model(**packed_inputs(packed), index=packed.last_index)
         result[packed.rows] = values.to(result)
 
-    each_packed(batch, max_tokens, world, run)
+    each_packed(batch, packing, run)
     return result
 
 
 def score_rollouts(
     rollouts: Sequence[Rollout],
+    packing: Packing,
+    config: RewardConfig,
     *,
     scorer: ScorerPool | None,
     reward_model: Forward | None,
-    config: RewardConfig,
-    max_tokens: int,
-    world: World,
 ) -> tuple[TrainBatch, dict[str, float]]:
     """Return the batch with its rewards, and each reward's sum over this rank's responses.
 
@@ -90,7 +97,7 @@ def score_rollouts(
     rewards = -config.truncation_penalty * batch.is_truncated.float()
     sums: dict[str, float] = {}
     if reward_model is not None:
-        scores = sequence_values(reward_model, batch, max_tokens=max_tokens, world=world)
+        scores = sequence_values(reward_model, batch, packing)
         rewards += config.model_weight * scores
         sums["reward/model"] = float(scores.sum())
     if scorer is not None:

@@ -104,5 +104,3 @@ class CopySync:
                             raise SyncError(
                                 f"tensor {name} differs between trainer and engine worker {worker} after the hand-over"
                             )
-
-

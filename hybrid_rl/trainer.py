@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from hybrid_rl import checkpoint, rollout, update
 from hybrid_rl import score as scoring
 from hybrid_rl.batch import Rollout, TrainBatch
@@ -110,27 +112,32 @@ def has_arrived(run: Run, evaluation: Metrics) -> bool:
 
 def score(run: Run, rollouts: Sequence[Rollout]) -> tuple[TrainBatch, Metrics, Metrics]:
     """Return the batch ready for the updates, this rank's sums of its rewards, and the gap between the engines."""
-    config, world = run.config, run.world
-    limits = {"max_tokens": config.update.micro_batch_tokens, "world": world}
+    config, world, actor, critic = run.config, run.world, run.actor, run.critic
+    packing = scoring.Packing(max_tokens=config.update.micro_batch_tokens, world=world)
     temperature = config.rollout.temperature
     batch, sums = scoring.score_rollouts(
-        rollouts, scorer=run.data.scorer, reward_model=run.reward_model, config=config.reward, **limits
+        rollouts, packing, config.reward, scorer=run.data.scorer, reward_model=run.reward_model
     )
-    logprobs = scoring.token_logprobs(run.actor.forward, batch, temperature=temperature, **limits)
-    batch = batch.with_fields(old_logprobs=logprobs)
-    is_float32 = str(choose_dtype(config.models.dtype, world.device)) == "torch.float32"
-    limit = config.rollout.max_logprob_gap or (1e-3 if is_float32 else 0.1)
-    gap = scoring.check_logprob_gap(batch, limit=limit, world=world)
+    batch = batch.with_fields(
+        old_logprobs=scoring.token_logprobs(actor.forward, batch, packing, temperature=temperature)
+    )
+    gap = scoring.check_logprob_gap(batch, limit=max_logprob_gap(run), world=world)
     if run.reference:
-        reference = scoring.token_logprobs(run.reference, batch, temperature=temperature, **limits)
-        batch = batch.with_fields(ref_logprobs=reference)
-    bootstrap = None
-    if run.critic:
-        batch = batch.with_fields(values=scoring.token_values(run.critic.forward, batch, **limits))
+        ref_logprobs = scoring.token_logprobs(run.reference, batch, packing, temperature=temperature)
+        batch = batch.with_fields(ref_logprobs=ref_logprobs)
+    bootstrap_values = None
+    if critic:
+        batch = batch.with_fields(values=scoring.token_values(critic.forward, batch, packing))
         if config.advantage.bootstrap_truncated:
-            bootstrap = scoring.sequence_values(run.critic.forward, batch, **limits)
-    batch, more = scoring.add_advantages(batch, config.advantage, world, bootstrap_values=bootstrap)
+            bootstrap_values = scoring.sequence_values(critic.forward, batch, packing)
+    batch, more = scoring.add_advantages(batch, config.advantage, world, bootstrap_values=bootstrap_values)
     return batch, sums | more, {"rollout/logprob_gap": gap}
+
+
+def max_logprob_gap(run: Run) -> float:
+    """Return the gap between engine and trainer at which the run stops: rounding noise of the dtype, with room."""
+    is_float32 = choose_dtype(run.config.models.dtype, run.world.device) == torch.float32
+    return run.config.rollout.max_logprob_gap or (1e-3 if is_float32 else 0.1)
 
 
 def learn_values(run: Run, batch: TrainBatch, step: int) -> Metrics:

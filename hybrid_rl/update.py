@@ -63,6 +63,12 @@ def _micro_batches(
         yield pack(batch, piece, world.device), place == len(pieces) - 1
 
 
+def _check_finite(loss: Tensor, batch: TrainBatch, packed: Packed) -> None:
+    if not torch.isfinite(loss.detach()):
+        ids = batch.sequence_ids[packed.rows].tolist()
+        raise FloatingPointError(f"loss is {float(loss.detach())} in a micro-batch of the sequences {ids}")
+
+
 def _update(
     engine: TrainEngine,
     batch: TrainBatch,
@@ -81,6 +87,7 @@ def _update(
             weights = mini_batch_weights(batch, rows, config, world, max_response_tokens)
             for packed, is_last in _micro_batches(batch, rows, config, world):
                 loss, sums = compute_loss(packed, packed.gather(weights))
+                _check_finite(loss, batch, packed)
                 engine.backward(loss, is_last=is_last)
                 for name, value in sums.items():
                     totals[name] += float(value.detach())

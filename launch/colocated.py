@@ -1,9 +1,9 @@
 """Train on this node: one process per visible GPU, or one process on a CPU.
 
-    python launch/colocated.py                                    the embedded demo
-    python launch/colocated.py --config my.yaml                   your run
-    python launch/colocated.py --config my.yaml --update.actor.lr 1e-6
-    python launch/colocated.py --help                             every setting
+python launch/colocated.py                                    the embedded demo
+python launch/colocated.py --config my.yaml                   your run
+python launch/colocated.py --config my.yaml --update.actor.lr 1e-6
+python launch/colocated.py --help                             every setting
 """
 
 import os

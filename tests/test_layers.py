@@ -17,7 +17,7 @@ LAYERS = [
     {"advantage", "loss"},
     {"models", "engines", "rewards"},
     {"prompts", "rollout", "score", "update", "sync", "checkpoint", "demo", "record"},
-    {"trainer"},
+    {"build", "trainer"},
     {"__main__"},
 ]
 HEAVY = {

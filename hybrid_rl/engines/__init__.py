@@ -83,6 +83,7 @@ class RolloutEngine(Protocol):
         """End the engine and its processes."""
         ...
 
+
 class EngineTenant:
     """The `weights` or the `kv_cache` of a rollout engine; dropped on release, and empty after a restore."""
 

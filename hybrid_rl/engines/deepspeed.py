@@ -96,6 +96,11 @@ class TrainEngine:
         """The model that was given, without DeepSpeed's wrapping."""
         return self._engine.module
 
+    @property
+    def model(self) -> Any:
+        """The Hugging Face model inside it."""
+        return self._engine.module.model
+
     def forward(self, **inputs: Any) -> Any:
         """Run the model; under ZeRO-3 every rank must call it equally often."""
         return self._engine(**inputs)
@@ -127,13 +132,13 @@ class TrainEngine:
 
     def named_shapes(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """Return name (as in the model's own checkpoint), full shape and dtype of every parameter, tied ones once."""
-        named = self.module.model.named_parameters()
+        named = self.model.named_parameters()
         return [(name, tuple(getattr(p, "ds_shape", p.shape)), p.dtype) for name, p in named]
 
     @contextmanager
     def gathered(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
         """Yield the named parameters whole; under ZeRO-3 a collective, and the tensors are gone afterwards."""
-        parameters = dict(self.module.model.named_parameters())
+        parameters = dict(self.model.named_parameters())
         wanted = {name: parameters[name] for name in names}
         if self._zero_stage < 3:
             yield {name: p.detach() for name, p in wanted.items()}

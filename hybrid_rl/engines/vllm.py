@@ -89,7 +89,9 @@ class VllmEngine:
         self._awake = set(_TAGS)
         self._has_flat_logprobs = "flat_logprobs" in inspect.signature(vllm.SamplingParams).parameters
 
-    def generate(self, prompts: Sequence[list[int]], sampling: Sampling, seeds: Sequence[int] | None) -> list[Generation]:
+    def generate(
+        self, prompts: Sequence[list[int]], sampling: Sampling, seeds: Sequence[int] | None
+    ) -> list[Generation]:
         """Return one response per prompt, in order."""
         if not self._weights_valid:
             raise RuntimeError("generate: the engine's weights were dropped or never filled; push the trainer's first")
@@ -152,7 +154,7 @@ class VllmEngine:
         self._llm.collective_rpc("hybrid_receive", args=(index,))
 
     def finish_push(self) -> None:
-        """Drop the prefix cache of older weights and count a hand-over; every engine parameter must have been filled."""
+        """Drop the prefix cache of older weights and count a hand-over; every engine parameter must be filled."""
         self._llm.collective_rpc("hybrid_finish_push")
         self._llm.reset_prefix_cache()
         self._weights_valid = True
@@ -160,7 +162,9 @@ class VllmEngine:
 
     def checksums(self, names: Sequence[str]) -> list[dict[str, list[tuple[Region, int]]]]:
         """Return, per engine worker and tensor, the checksum of each region of the tensor that the worker holds."""
-        return [pickle.loads(m) for m in self._llm.collective_rpc("hybrid_checksums", args=(pickle.dumps(list(names)),))]
+        return [
+            pickle.loads(m) for m in self._llm.collective_rpc("hybrid_checksums", args=(pickle.dumps(list(names)),))
+        ]
 
     def unmap(self, tag: str) -> None:
         """Give up `weights` or `kv_cache`; the memory is unmapped once both are given up, in one level-2 sleep.

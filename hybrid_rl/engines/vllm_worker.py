@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 class CopyRecorder(TorchDispatchMode):
     """Notes every copy_ that reads from one storage, as (destination view, region of the source slot).
 
-    A vLLM model knows where a checkpoint tensor belongs (which rows of a fused projection, which shard) only as code in its
-    load_weights. Watching that code once gives the destinations as plain views, and later hand-overs need no vLLM code.
+    A vLLM model knows where a checkpoint tensor belongs (which rows of a fused projection, which shard) only as code in
+    its load_weights. Watching that code once gives the destinations as plain views; later hand-overs need no vLLM code.
     """
 
     def __init__(self, bucket: Tensor, slot: Slot) -> None:
@@ -47,13 +47,13 @@ class CopyRecorder(TorchDispatchMode):
 def keep_cpu_weights_plain() -> None:
     """Make vLLM on a CPU multiply with the parameters themselves.
 
-    It would pack linear weights into oneDNN's layout after loading and drop the originals, which a hand-over then could not
-    reach: the engine would go on with the old weights. Measured on two cores with 1M parameters: no slower.
+    It would pack linear weights into oneDNN's layout after loading and drop the originals, which a hand-over then could
+    not reach: the engine would go on with the old weights.
     """
     import vllm.model_executor.layers.utils as layer_utils
 
     def plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
+        layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
 
     layer_utils.dispatch_cpu_unquantized_gemm = plain_linear
 
@@ -114,7 +114,9 @@ class WeightReceiver:
         for name, parameter in model.named_parameters():
             count = written.get(parameter.untyped_storage().data_ptr(), 0)
             if count == 0 or (count < parameter.numel() and id(parameter) not in padded):
-                raise RuntimeError(f"engine parameter {name}: {count} of {parameter.numel()} elements come from the trainer")
+                raise RuntimeError(
+                    f"engine parameter {name}: {count} of {parameter.numel()} elements come from the trainer"
+                )
 
     @torch.no_grad()
     def hybrid_checksums(self, message: bytes) -> bytes:
