@@ -24,8 +24,8 @@ class Tenant(Protocol):
     """Something that takes GPU memory and can give it back.
 
     `is_resident` says where it is now. `release` and `restore` return the bytes they copied over the bus, which is 0
-    for what is dropped. `filled_in` is None when `restore` brings the contents back; else it is the one phase that writes
-    them anew, and the only one a released tenant may return in.
+    for what is dropped. `filled_in` is None when `restore` brings the contents back; else it is the one phase that
+    writes them anew, and the only one a released tenant may return in.
     """
 
     is_resident: bool
@@ -64,7 +64,7 @@ class Resident:
 
 
 class FrozenModule:
-    """A module that is never trained: its host copy is made once, a release drops the device copy, a restore copies in."""
+    """A module that is never trained: copied out once; a release drops the device copy, a restore copies in."""
 
     filled_in = None
 
@@ -100,6 +100,8 @@ class MemoryManager:
 
     def __init__(self, residency: Mapping[str, frozenset[Phase]], device: torch.device, timeline: Timeline) -> None:
         self.current: Phase | None = None
+        self.used_bytes: dict[Phase, int] = {}
+        """Of the whole device, by all processes, when each phase was last entered; empty on a CPU."""
         self._tenants: dict[str, Tenant] = {}
         self._expected: dict[str, bool] = {}
         self._residency = residency
@@ -125,8 +127,8 @@ class MemoryManager:
         """Bring the GPU into the state that the table gives this phase, run the body, keep the state.
 
         Raises:
-            PhaseError: a phase is open already; a tenant moved by itself; a dropped tenant would enter a phase that does
-                not fill it.
+            PhaseError: a phase is open already; a tenant moved by itself; a dropped tenant would enter a phase that
+                does not fill it.
         """
         if self.current is not None:
             raise PhaseError(f"phase {phase.value} opened inside phase {self.current.value}")
@@ -150,10 +152,8 @@ class MemoryManager:
         entering = [name for name in wanted if not self._expected[name]]
         for name in entering:
             filled_in = self._tenants[name].filled_in
-            if filled_in not in (None, phase):
-                raise PhaseError(
-                    f"{name} was dropped and would enter {phase.value} without contents: only {filled_in.value} fills it"  # type: ignore[union-attr]
-                )
+            if filled_in and filled_in != phase:
+                raise PhaseError(f"{name} was dropped and would enter {phase.value} empty: {filled_in.value} fills it")
         for name in self._tenants:
             if self._expected[name] and name not in wanted:
                 self._move(name, "release", phase.value, step)
@@ -163,7 +163,8 @@ class MemoryManager:
                 self._move(name, "restore", phase.value, step)
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
-            self._timeline.counter("device_memory", used_bytes=total - free, trainer_bytes=torch.cuda.memory_reserved())
+            self.used_bytes[phase] = total - free
+            self._timeline.counter("device_memory", used=total - free, trainer=torch.cuda.memory_reserved())
 
     def _empty_cache(self) -> None:
         if self._device.type == "cuda":

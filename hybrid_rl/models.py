@@ -178,8 +178,8 @@ def check_models(config: Config) -> None:
     """Check what the models' folders can tell before anything is loaded.
 
     Raises:
-        ConfigError: a folder holds no model; a sequence would be longer than a model allows; the reward model or the critic
-            has another tokenizer than the actor.
+        ConfigError: a folder holds no model; a sequence would be longer than a model allows; a model has another
+            tokenizer than the actor.
     """
     paths = {name: getattr(config.models, name) for name in ("actor", "critic", "reference", "reward")}
     paths = {f"models.{name}": path for name, path in paths.items() if path is not None}

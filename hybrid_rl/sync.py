@@ -29,7 +29,9 @@ class SyncReport:
 class WeightSync(Protocol):
     """A way to make the engine run the trainer's current weights."""
 
-    def push(self) -> SyncReport: ...
+    def push(self) -> SyncReport:
+        """Hand over, prove it, and say what was done."""
+        ...
 
 
 class CopySync:

@@ -62,7 +62,8 @@ def loop(run: Run) -> Metrics:
             critic_metrics = learn_values(run, batch, step)
         with memory.phase(UPDATE_ACTOR, step):
             actor_metrics = learn_policy(run, batch, step)
-        run.recorder.step(step, rollouts, batch, sums, evaluation | gap | critic_metrics | actor_metrics)
+        used = {f"memory/{phase.value}_bytes": float(value) for phase, value in memory.used_bytes.items()}
+        run.recorder.step(step, rollouts, batch, sums, evaluation | gap | critic_metrics | actor_metrics | used)
         save(run, step)
     run.recorder.summary(first, last)
     if config.checkpoint.export:

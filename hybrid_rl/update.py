@@ -79,7 +79,7 @@ def _update(
     max_response_tokens: int,
     compute_loss: Callable[[Packed, Tensor], tuple[Tensor, Sums]],
 ) -> dict[str, float]:
-    """Run all epochs and mini-batches with a loss per micro-batch; return the means of its sums over optimizer steps."""
+    """Run all epochs and mini-batches with a loss per micro-batch; return its sums, averaged over optimizer steps."""
     totals: dict[str, float] = defaultdict(float)
     num_steps = 0
     for epoch in range(config.num_epochs):

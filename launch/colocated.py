@@ -21,7 +21,7 @@ DEMO = ROOT / "launch" / "configs" / "demo.yaml"
 
 
 def parse(arguments: list[str] | None = None) -> tuple[Config, int | None]:
-    """Return the settings and the number of processes asked for; without --config, the demo's settings are the defaults.
+    """Return the settings and the number of processes asked for; without --config, the demo's settings are the base.
 
     Raises:
         SystemExit: with code 2 and one sentence, for anything that cannot be read.

@@ -94,8 +94,8 @@ class WeightReceiver:
             self.model_runner.model.load_weights([(slot.name, source)])
         if recorder.num_foreign:
             raise RuntimeError(
-                f"{slot.name}: this vLLM model transforms it while loading ({recorder.num_foreign} copies of computed tensors), "
-                "so it cannot be handed over in place; use rollout.engine=hf for this architecture"
+                f"{slot.name}: this vLLM model transforms it while loading ({recorder.num_foreign} computed copies), "
+                "so it cannot be handed over in place; use rollout.engine = hf for this architecture"
             )
         self._routes[slot.name] = recorder.copies
 

@@ -1,0 +1,127 @@
+"""The loop on one GPU: engine and trainer agree after every hand-over, and memory comes back every cycle."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybrid_rl.config import (
+    AdvantageConfig,
+    CheckpointConfig,
+    Config,
+    MemoryConfig,
+    ModelsConfig,
+    OptimizerConfig,
+    PromptsConfig,
+    RolloutConfig,
+    RunConfig,
+    UpdateConfig,
+    validate,
+)
+from hybrid_rl.engines import Sampling
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+GREEDY = Sampling(temperature=0.0, max_tokens=32, stop_token_ids=(0,))
+SAMPLED = Sampling(temperature=1.0, max_tokens=32, stop_token_ids=(0,))
+MIB = 1 << 20
+
+
+def make_config(small: Path, run_dir: Path) -> Config:
+    return validate(
+        Config(
+            run=RunConfig(name="gpu", dir=str(run_dir), num_steps=6, eval_every_steps=0, resume="never"),
+            models=ModelsConfig(actor=str(small / "policy"), reward=str(small / "reward")),
+            prompts=PromptsConfig(path=str(small / "prompts.jsonl"), answer_column=None, max_prompt_tokens=64),
+            rollout=RolloutConfig(
+                rollout_batch_size=64, max_response_tokens=64, kv_cache_memory_bytes=2 << 30, enforce_eager=True
+            ),
+            advantage=AdvantageConfig(kl_coef=0.05),
+            update=UpdateConfig(
+                mini_batch_size=32,
+                micro_batch_tokens=4096,
+                zero_stage=2,
+                actor=OptimizerConfig(lr=1e-4),
+                critic=OptimizerConfig(lr=1e-4),
+            ),
+            memory=MemoryConfig(swap="deepspeed"),
+            checkpoint=CheckpointConfig(every_steps=0),
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """What a run of six steps left: its folder, and what its engine generates after the last hand-over."""
+    from hybrid_rl.build import build
+    from hybrid_rl.trainer import RESIDENCY, loop
+
+    config = make_config(small, tmp_path_factory.mktemp("runs"))
+    run = build(config, RESIDENCY)
+    prompts = [prompt.token_ids for prompt in run.data.loader.next_batch()[:16]]
+    try:
+        with run.recorder:
+            loop(run)
+        greedy = run.engine.generate(prompts, GREEDY, None)
+        sampled = run.engine.generate(prompts, SAMPLED, list(range(16)))
+    finally:
+        run.close()
+    del run
+    torch.cuda.empty_cache()
+    return {"dir": config.run_dir, "prompts": prompts, "greedy": greedy, "sampled": sampled}
+
+
+def test_the_engine_equals_a_fresh_one_loaded_from_the_export(finished: dict, small: Path) -> None:
+    from hybrid_rl.engines.vllm import engine_environment
+
+    with engine_environment():
+        import vllm
+
+        fresh = vllm.LLM(
+            str(finished["dir"] / "export"),
+            dtype="bfloat16",
+            max_model_len=128,
+            enforce_eager=True,
+            gpu_memory_utilization=0.3,
+            logprobs_mode="processed_logprobs",
+        )
+    requests = [{"prompt_token_ids": ids} for ids in finished["prompts"]]
+    for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+        parameters = [
+            vllm.SamplingParams(temperature=temperature, max_tokens=32, stop_token_ids=[0], seed=i, logprobs=0)
+            for i in range(len(requests))
+        ]
+        outputs = [output.outputs[0] for output in fresh.generate(requests, parameters, use_tqdm=False)]
+        assert [list(o.token_ids) for o in outputs] == [g.token_ids for g in finished[name]]
+        if temperature:
+            theirs = [[entry[t].logprob for t, entry in zip(o.token_ids, o.logprobs)] for o in outputs]
+            assert theirs == [g.logprobs for g in finished[name]]
+    fresh.llm_engine.engine_core.shutdown()
+
+
+def metrics(finished: dict) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (finished["dir"] / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_step_trained_on_the_trainers_weights(finished: dict) -> None:
+    rows = metrics(finished)
+    assert len(rows) == 6
+    assert all(row["rollout/logprob_gap"] < 0.02 for row in rows), [row["rollout/logprob_gap"] for row in rows]
+    assert all(row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("phase", ["sync", "rollout", "score", "update_critic", "update_actor"])
+def test_memory_comes_back_in_every_cycle(finished: dict, phase: str) -> None:
+    used = [round(row[f"memory/{phase}_bytes"] / MIB) for row in metrics(finished)]
+    print(phase, used, "MiB")
+    assert max(used[2:]) - min(used[2:]) <= 64, used
+
+
+def test_swapping_really_frees_the_device(finished: dict) -> None:
+    row = metrics(finished)[-1]
+    assert row["memory/score_bytes"] < row["memory/rollout_bytes"] - 1900 * MIB  # the KV cache of 2 GiB is gone
+    events = json.loads((finished["dir"] / "timeline.json").read_text())["traceEvents"]
+    moved = [e["args"] for e in events if e.get("name") in ("release actor_states", "restore actor_states")]
+    assert len(moved) >= 10 and all(args["bytes"] > 1 << 30 for args in moved)
+    print("actor states, GB/s:", [args["GB_per_s"] for args in moved])
