@@ -1,0 +1,148 @@
+"""Batches, packing and splitting, with numbers worked out by hand."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_rl.batch import Prompt, Rollout, make_train_batch, pack, split
+
+EOS = PAD = 2
+CPU = torch.device("cpu")
+
+
+def make_rollout(
+    prompt_ids: list[int], response_ids: list[int], *, prompt_id: int = 0, sequence_id: int = 0, max_tokens: int = 5
+) -> Rollout:
+    return Rollout(
+        prompt=Prompt(prompt_id=prompt_id, text="", token_ids=prompt_ids),
+        sequence_id=sequence_id,
+        response_ids=response_ids,
+        rollout_logprobs=[-0.5 * (i + 1) for i in range(len(response_ids))],
+        is_truncated=len(response_ids) == max_tokens and response_ids[-1] != EOS,
+        text="",
+    )
+
+
+@pytest.fixture
+def rollouts() -> list[Rollout]:
+    """Responses whose EOS is the padding: ended, cut at 5, EOS alone, empty; prompts of 2, 1, 3 and 2 tokens."""
+    return [
+        make_rollout([11, 12], [5, 6, 2], prompt_id=7, sequence_id=14),
+        make_rollout([13], [5, 6, 7, 8, 9], prompt_id=7, sequence_id=15),
+        make_rollout([2, 2, 2], [2], prompt_id=9, sequence_id=18),
+        make_rollout([14, 15], [], prompt_id=9, sequence_id=19),
+    ]
+
+
+def test_masks_come_from_lengths_although_eos_is_the_padding(rollouts):
+    batch = make_train_batch(rollouts)
+    assert batch.response_mask.int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]]
+    assert batch.response_mask.dtype == torch.bool
+    assert batch.response_lengths.tolist() == [3, 5, 1, 0]
+    assert batch.prompt_lengths.tolist() == [2, 1, 3, 2]
+    assert batch.sequence_lengths == [5, 6, 4, 2]
+    assert batch.is_truncated.tolist() == [False, True, False, False]
+    assert batch.group_ids.tolist() == [7, 7, 9, 9]
+    assert batch.sequence_ids.tolist() == [14, 15, 18, 19]
+    assert batch.rollout_logprobs.tolist() == [
+        [-0.5, -1.0, -1.5, 0, 0],
+        [-0.5, -1.0, -1.5, -2.0, -2.5],
+        [-0.5, 0, 0, 0, 0],
+        [0, 0, 0, 0, 0],
+    ]
+    assert [s.tolist() for s in batch.sequences] == [r.prompt.token_ids + r.response_ids for r in rollouts]
+
+
+def test_greedy_rollouts_have_no_logprobs():
+    rollout = make_rollout([1], [5, 2])
+    rollout.rollout_logprobs.clear()
+    assert make_train_batch([rollout]).rollout_logprobs.tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize("num_empty", [0, 1, 2])
+def test_batch_without_response_tokens_keeps_one_masked_column(num_empty):
+    batch = make_train_batch([make_rollout([1, 3], []) for _ in range(num_empty)])
+    assert len(batch) == num_empty
+    assert batch.response_mask.shape == batch.rollout_logprobs.shape == (num_empty, 1)
+    assert not batch.response_mask.any()
+
+
+def test_with_fields_returns_a_copy(rollouts):
+    batch = make_train_batch(rollouts)
+    assert batch.with_fields(rewards=torch.ones(4)).rewards.tolist() == [1, 1, 1, 1]
+    assert batch.rewards is None
+
+
+def test_pack_by_hand(rollouts):
+    batch = make_train_batch(rollouts)
+    packed = pack(batch, [2, 0, 3], CPU)
+    # N:                                  0  1  2  3 | 4   5  6  7  8 | 9   10
+    assert packed.input_ids.tolist() == [[2, 2, 2, 2, 11, 12, 5, 6, 2, 14, 15]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1]]
+    assert packed.cu_seqlens.tolist() == [0, 4, 9, 11] and packed.cu_seqlens.dtype == torch.int32
+    assert packed.max_length == 5
+    assert packed.rows.tolist() == [2, 0, 3]
+    assert packed.last_index.tolist() == [3, 8, 10]
+    assert packed.response_index.tolist() == [2, 5, 6, 7]
+    assert packed.targets.tolist() == [2, 5, 6, 2]
+    assert packed.token_rows.tolist() == [2, 0, 0, 0]
+    assert packed.token_columns.tolist() == [0, 0, 1, 2]
+
+
+def test_gather_and_scatter_by_hand(rollouts):
+    batch = make_train_batch(rollouts)
+    packed = pack(batch, [2, 0], CPU)
+    padded = torch.arange(20.0).view(4, 5)
+    assert packed.gather(padded).tolist() == [10, 0, 1, 2]
+    into = torch.full((4, 5), -1.0)
+    packed.scatter(torch.tensor([1.0, 2, 3, 4], dtype=torch.float64), into)
+    assert into.tolist() == [[2, 3, 4, -1, -1], [-1] * 5, [1, -1, -1, -1, -1], [-1] * 5]
+
+
+@pytest.mark.parametrize("rows", [[], [3]])
+def test_pack_of_nothing_to_predict(rollouts, rows):
+    batch = make_train_batch(rollouts)
+    packed = pack(batch, rows, CPU)
+    assert packed.input_ids.tolist() == ([[14, 15]] if rows else [[0]])
+    assert packed.rows.tolist() == rows
+    assert len(packed.last_index) == len(rows)
+    for tensor in (packed.response_index, packed.targets, packed.token_rows, packed.token_columns):
+        assert tensor.shape == (0,) and tensor.dtype == torch.int64
+    assert packed.gather(torch.zeros(4, 5)).shape == (0,)
+
+
+def test_pack_of_a_batch_without_sequences():
+    packed = pack(make_train_batch([]), [], CPU)
+    assert packed.input_ids.shape == (1, 1) and packed.cu_seqlens.tolist() == [0, 1]
+
+
+def test_split_by_hand():
+    # longest first: 6 | 5 | 4 joins 6 | 3 joins 5 | 2 joins 5, 3
+    assert split([5, 6, 4, 2, 3], 10) == [[1, 2], [0, 4, 3]]
+    assert split([5, 6, 4, 2, 3], 10, rows=[3, 1]) == [[1, 3]]
+    assert split([], 10) == split([5], 10, rows=[]) == []
+
+
+def test_row_above_the_budget_gets_a_group_of_its_own():
+    assert split([2, 11, 3], 10) == [[1], [2, 0]]
+    assert split([11, 12], 10) == [[1], [0]]
+
+
+@given(st.lists(st.integers(1, 20)), st.integers(1, 30))
+def test_split_covers_every_row_once_within_the_budget(lengths, max_tokens):
+    groups = split(lengths, max_tokens)
+    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+    assert all(sum(lengths[r] for r in group) <= max_tokens or len(group) == 1 for group in groups)
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), max_size=6), st.randoms())
+def test_every_response_token_is_packed_once(lengths, random):
+    rollouts = [make_rollout([9] * p, [random.randrange(9) for _ in range(n)], max_tokens=99) for p, n in lengths]
+    batch = make_train_batch(rollouts)
+    seen = torch.zeros(batch.response_mask.shape)
+    for rows in split(batch.sequence_lengths, 12):
+        packed = pack(batch, rows, CPU)
+        assert packed.input_ids[0, packed.response_index + 1].tolist() == packed.targets.tolist()
+        packed.scatter(packed.gather(seen) + 1, seen)
+    assert seen.tolist() == batch.response_mask.float().tolist()
