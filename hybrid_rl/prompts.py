@@ -10,7 +10,6 @@ from numbers import Number
 from pathlib import Path
 from typing import Any
 
-import datasets
 import jinja2
 import pyarrow
 import pyarrow.parquet
@@ -288,6 +287,8 @@ def _read_rows(path: Path, config: PromptsConfig, source: str) -> list[Row]:
 
 
 def _read_folder(path: Path, source: str) -> list[Row]:
+    import datasets  # takes two seconds, and only this form needs it
+
     try:
         data = datasets.load_from_disk(str(path))
     except FileNotFoundError as error:

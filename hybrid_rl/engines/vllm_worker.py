@@ -1,6 +1,6 @@
 """What runs inside the vLLM worker process: it maps the trainer's bucket and copies from it into the live weights."""
 
-import logging
+import gc
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,8 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid_rl.bucket import Slot, checksum, open_shared
 from hybrid_rl.engines import Region
-
-logger = logging.getLogger(__name__)
 
 
 class CopyRecorder(TorchDispatchMode):
@@ -71,12 +69,13 @@ class WeightReceiver:
         """Map the trainer's bucket; message is (handle, plan)."""
         handle, plan = pickle.loads(message)
         self._plan: list[list[Slot]] = plan
-        self._bucket = open_shared(handle, self.device)
+        self._bucket: Tensor | None = open_shared(handle, self.device)
         self._routes: dict[str, list[tuple[Tensor, Region]]] = {}
 
     @torch.no_grad()
     def hybrid_receive(self, index: int) -> None:
         """Copy bucket `index` of the plan into the weights and wait until that is done."""
+        assert self._bucket is not None
         for slot in self._plan[index]:
             source = slot.view(self._bucket)
             if slot.name not in self._routes:
@@ -90,6 +89,7 @@ class WeightReceiver:
 
     def _record(self, slot: Slot, source: Tensor) -> None:
         """Let the model load one tensor and keep the copies that it made."""
+        assert self._bucket is not None
         with CopyRecorder(self._bucket, slot) as recorder:
             self.model_runner.model.load_weights([(slot.name, source)])
         if recorder.num_foreign:
@@ -124,6 +124,11 @@ class WeightReceiver:
         names: Sequence[str] = pickle.loads(message)
         held = {name: [(region, checksum(view)) for view, region in self._routes[name]] for name in names}
         return pickle.dumps(held)
+
+    def hybrid_close_bucket(self) -> None:
+        """Unmap the trainer's bucket; nothing can be received afterwards."""
+        self._plan, self._bucket, self._routes = [], None, {}
+        gc.collect()
 
     def hybrid_seed(self, seed: int) -> None:
         """Seed this worker's own generator."""

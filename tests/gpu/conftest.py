@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +19,7 @@ def small(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config)
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<eos>")
     torch.manual_seed(0)
-    config = Qwen2Config(
+    config = LlamaConfig(
         vocab_size=len(words),
         hidden_size=896,
         intermediate_size=4864,
@@ -33,7 +33,7 @@ def small(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config)
         num_labels=1,
         dtype="bfloat16",
     )
-    for name, model_class in {"policy": Qwen2ForCausalLM, "reward": Qwen2ForSequenceClassification}.items():
+    for name, model_class in {"policy": LlamaForCausalLM, "reward": LlamaForSequenceClassification}.items():
         model_class(config).to(torch.bfloat16).save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
     rows = [{"prompt": " ".join(f"w{(37 * i + 11 * k) % 31_999}" for k in range(8 + i % 24))} for i in range(64)]
