@@ -1,0 +1,262 @@
+"""The hand-over and its proof: every way in which the engine could go on with other weights is found, by name."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybrid_rl.batch import Prompt, Rollout, make_train_batch, pack
+from hybrid_rl.bucket import checksum, open_shared
+from hybrid_rl.config import ModelsConfig, OptimizerConfig, SyncConfig
+from hybrid_rl.distributed import World, join_world
+from hybrid_rl.engines import Sampling
+from hybrid_rl.engines.deepspeed import TrainEngine
+from hybrid_rl.engines.hf import HfEngine
+from hybrid_rl.metrics import Timeline
+from hybrid_rl.models import load_actor, packed_inputs
+from hybrid_rl.sync import CopySync, SyncError
+
+CPU = torch.device("cpu")
+VICTIM = "model.layers.1.mlp.up_proj.weight"
+CAP = 2048  # bytes; the largest tensors have 64 * 32 * 4 = 8192
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return join_world()
+
+
+@pytest.fixture(params=[2, 3], ids=["zero2", "zero3"])
+def trainer(request, tiny: Path, world: World) -> TrainEngine:
+    actor = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
+    return TrainEngine(actor, OptimizerConfig(lr=1e-3), zero_stage=request.param, total_steps=9, world=world)
+
+
+def step(trainer: TrainEngine) -> None:
+    rollout = Rollout(
+        prompt=Prompt(prompt_id=0, text="", token_ids=[5, 9]),
+        sequence_id=0,
+        response_ids=[3, 8, 0],
+        rollout_logprobs=[],
+        is_truncated=False,
+        text="",
+    )
+    packed = pack(make_train_batch([rollout]), [0], CPU)
+    logprobs, _ = trainer.forward(
+        **packed_inputs(packed), index=packed.response_index, targets=packed.targets, temperature=1.0
+    )
+    trainer.backward(-logprobs.sum(), is_last=True)
+    trainer.step()
+
+
+class Engine(HfEngine):
+    """The oracle, started with other weights than the trainer's, which writes down what it is told."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__(str(model), dtype=torch.float32, device=CPU)
+        for parameter in self._parameters.values():
+            parameter.mul_(0.5)
+        self.calls: list[str] = []
+        self.bucket_nbytes = 0
+
+    def open_bucket(self, handle, plan):
+        self.calls.append("open")
+        self.bucket_nbytes = open_shared(handle, CPU).nbytes
+        self.names = [[slot.name for slot in bucket] for bucket in plan]
+        super().open_bucket(handle, plan)
+
+    def receive(self, index):
+        self.calls.append(f"receive {index}")
+        super().receive(index)
+
+    def finish_push(self):
+        self.calls.append("finish")
+        super().finish_push()
+
+    def checksums(self, names):
+        self.calls.append("checksums")
+        self.verified = list(names)
+        return super().checksums(names)
+
+
+def make_sync(trainer: TrainEngine, engine: Engine, *, num_verified: int = 8, cap: int = CAP) -> CopySync:
+    return CopySync(trainer, engine, SyncConfig(bucket_bytes=cap, num_verified=num_verified), CPU, Timeline())
+
+
+def same_weights(trainer: TrainEngine, engine: Engine) -> bool:
+    names = [name for name, _, _ in trainer.named_shapes()]
+    (held,) = engine.checksums(names)
+    with trainer.gathered(names) as tensors:
+        return all(checksum(tensors[name]) == held[name][0][1] for name in names)
+
+
+def test_engine_runs_the_trainers_weights(tiny, trainer):
+    engine = Engine(tiny / "policy")
+    sync = make_sync(trainer, engine)
+    assert not same_weights(trainer, engine)
+    report = sync.push()
+    assert same_weights(trainer, engine)
+    names = [name for name, _, _ in trainer.named_shapes()]
+    assert report.version == engine.weights_version == 1 and report.num_verified == len(names)
+    assert report.num_bytes == sum(4 * math.prod(shape) for _, shape, _ in trainer.named_shapes())
+    sampling = Sampling(temperature=0.0, max_tokens=3, stop_token_ids=())
+    assert len(engine.generate([[5, 9]], sampling, None)[0].token_ids) == 3
+    step(trainer)
+    assert not same_weights(trainer, engine)
+    report = sync.push()
+    assert same_weights(trainer, engine)
+    assert report.version == engine.weights_version == 2 and report.num_verified == 8
+
+
+def test_tied_head_is_not_sent_and_follows_the_embedding(tiny, trainer):
+    engine = Engine(tiny / "policy")
+    make_sync(trainer, engine).push()
+    sent = [name for bucket in engine.names for name in bucket]
+    assert sent == [name for name, _, _ in trainer.named_shapes()]
+    assert "lm_head.weight" not in sent and "model.embed_tokens.weight" in sent
+    head, embedding = engine._model.lm_head.weight, engine._model.model.embed_tokens.weight
+    assert head.data_ptr() == embedding.data_ptr()
+
+
+@pytest.mark.parametrize("cap", [1, 2048, 10_000, 1 << 30])
+def test_bytes_in_flight_stay_below_the_cap_or_the_largest_tensor(tiny, trainer, cap):
+    engine = Engine(tiny / "policy")
+    sync = make_sync(trainer, engine, cap=cap)
+    largest = max(4 * math.prod(shape) for _, shape, _ in trainer.named_shapes())
+    assert engine.bucket_nbytes <= max(cap, largest)
+    sync.push()
+    assert same_weights(trainer, engine)
+    assert len(engine.names) == {1: 20, 1 << 30: 1}.get(cap, len(engine.names))
+
+
+def test_order_of_a_push(tiny, trainer):
+    engine = Engine(tiny / "policy")
+    make_sync(trainer, engine).push()
+    receives = [f"receive {i}" for i in range(len(engine.names))]
+    assert len(receives) > 3
+    assert engine.calls == ["open", *receives, "finish", "checksums"]
+
+
+def test_rotation_covers_every_tensor(tiny, trainer):
+    engine = Engine(tiny / "policy")
+    sync = make_sync(trainer, engine, num_verified=7)
+    sync.push()
+    names = [name for name, _, _ in trainer.named_shapes()]
+    assert engine.verified == names and len(names) == 20
+    seen = []
+    for _ in range(20):  # 20 pushes of 7 are 7 whole rounds
+        assert sync.push().num_verified == 7
+        assert len(set(engine.verified)) == 7
+        seen += engine.verified
+    assert {name: seen.count(name) for name in names} == dict.fromkeys(names, 7)
+
+
+def test_more_verified_than_there_are(tiny, trainer):
+    engine = Engine(tiny / "policy")
+    sync = make_sync(trainer, engine, num_verified=1000)
+    assert [sync.push().num_verified for _ in range(2)] == [20, 20]
+
+
+class DropsOne(Engine):
+    """Ignores one tensor, as if its name did not match."""
+
+    def receive(self, index):
+        self._plan[index] = [slot for slot in self._plan[index] if slot.name != VICTIM]
+        super().receive(index)
+
+
+class KeepsOneStale(Engine):
+    """From the second hand-over on, one tensor keeps its old values."""
+
+    def receive(self, index):
+        before = self._parameters[VICTIM].clone()
+        super().receive(index)
+        if self.weights_version > 0:
+            self._parameters[VICTIM].copy_(before)
+
+
+class CorruptsOneElement(Engine):
+    """The last bit of one element flips on the way."""
+
+    def receive(self, index):
+        super().receive(index)
+        if VICTIM in self.names[index]:
+            self._parameters[VICTIM].view(torch.int32)[3, 4] ^= 1
+
+
+class SwapsTwoElements(Engine):
+    """Two elements change places, which no sum of values sees."""
+
+    def receive(self, index):
+        super().receive(index)
+        if VICTIM in self.names[index]:
+            flat = self._parameters[VICTIM].view(-1)
+            flat[[10, 20]] = flat[[20, 10]]
+
+
+class DoesNotCount(Engine):
+    """Acknowledges a hand-over without counting it."""
+
+    def finish_push(self):
+        super().finish_push()
+        self.weights_version = 0
+
+
+class CountsTwice(Engine):
+    """Counts a hand-over that nobody made."""
+
+    def finish_push(self):
+        super().finish_push()
+        self.weights_version += 1
+
+
+def test_dropped_tensor_is_named(tiny, trainer):
+    # The engine's own words, or the proof's; in both the name.
+    with pytest.raises(RuntimeError, match=re.escape(VICTIM)):
+        make_sync(trainer, DropsOne(tiny / "policy")).push()
+
+
+@pytest.mark.parametrize("fault", [CorruptsOneElement, SwapsTwoElements])
+def test_corrupted_tensor_is_named(tiny, trainer, fault):
+    with pytest.raises(SyncError, match=re.escape(f"tensor {VICTIM} differs between trainer and engine worker 0")):
+        make_sync(trainer, fault(tiny / "policy")).push()
+
+
+def test_stale_tensor_is_named_within_one_rotation(tiny, trainer):
+    sync = make_sync(trainer, KeepsOneStale(tiny / "policy"), num_verified=5)
+    sync.push()
+    step(trainer)
+    with pytest.raises(SyncError, match=re.escape(f"tensor {VICTIM} differs")):
+        for _ in range(4):  # 20 tensors, 5 at a time
+            sync.push()
+
+
+@pytest.mark.parametrize("fault, counted", [(DoesNotCount, 0), (CountsTwice, 2)])
+def test_wrong_count_of_hand_overs(tiny, trainer, fault, counted):
+    with pytest.raises(SyncError, match=f"engine counts hand-over {counted}, expected 1"):
+        make_sync(trainer, fault(tiny / "policy")).push()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_trainer_weight_that_is_not_finite_is_named(tiny, world, value):
+    actor = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
+    dict(actor.model.named_parameters())[VICTIM].data[2, 3] = value
+    trainer = TrainEngine(actor, OptimizerConfig(), zero_stage=2, total_steps=9, world=world)
+    with pytest.raises(SyncError, match=re.escape(f"trainer tensor {VICTIM} holds NaN or infinity")):
+        make_sync(trainer, Engine(tiny / "policy")).push()
+
+
+def test_tensor_that_the_engine_lacks_is_named(tiny, trainer):
+    engine = Engine(tiny / "policy")
+    del engine._parameters[VICTIM]
+    with pytest.raises(RuntimeError, match=re.escape(f"no engine parameter takes these trainer tensors: {VICTIM}")):
+        make_sync(trainer, engine).push()
+
+
+def test_engine_parameter_without_a_source_is_named(tiny, trainer):
+    engine = Engine(tiny / "policy")
+    engine._parameters["model.extra.weight"] = torch.ones(3)
+    with pytest.raises(RuntimeError, match=r"engine parameter model\.extra\.weight: nothing comes from the trainer"):
+        make_sync(trainer, engine).push()
