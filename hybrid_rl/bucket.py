@@ -126,5 +126,5 @@ def checksum(tensor: Tensor) -> int:
     for start in range(0, len(bits), _CHECKSUM_CHUNK):
         chunk = bits[start : start + _CHECKSUM_CHUNK].to(torch.int64)
         place = torch.arange(start, start + len(chunk), device=tensor.device)
-        total += ((chunk + 0x9E3779B9) * (place * 0x5851F42D4C957F2D + 1)).sum()
+        total += ((chunk + 0x9E3779B9) * (2 * place + 1) * 0x5851F42D4C957F2D).sum()
     return int(total)

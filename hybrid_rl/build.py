@@ -104,14 +104,17 @@ def load_data(config: Config, world: World) -> Data:
     )
 
 
-def find_checkpoint(config: Config) -> Path | None:
+def find_checkpoint(config: Config, world: World) -> Path | None:
     """Return the checkpoint to continue from, as `run.resume` says.
 
     Raises:
-        ConfigError: run.resume is must and there is none.
+        ConfigError: run.resume is must and there is none; the checkpoint was written by another number of ranks.
     """
     folder = None if config.run.resume == "never" else checkpoint.latest(config.run_dir)
     check(folder is not None or config.run.resume != "must", f"run.resume = must: {config.run_dir} has no checkpoint")
+    if folder:
+        num_ranks = checkpoint.read_state(folder)["world_size"]
+        check(num_ranks == world.size, f"{folder} was written by {num_ranks} ranks, this run has {world.size}")
     return folder
 
 
@@ -170,7 +173,7 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
     """
     world = join_world()
     torch.manual_seed(config.run.seed)
-    resume_from = find_checkpoint(config)
+    resume_from = find_checkpoint(config, world)
     data = load_data(config, world)
     recorder = Recorder(config, world)
     memory = MemoryManager(residency, world.device, recorder.timeline)
@@ -194,7 +197,8 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
 
     steps_done = 0
     if resume_from:
-        state = checkpoint.load(resume_from, world)
+        state = checkpoint.read_state(resume_from)
+        checkpoint.load_rng(resume_from, world)
         steps_done = state["step"]
         data.loader.load_state_dict(state["loader"])
     recorder.open(steps_done + 1)

@@ -27,7 +27,13 @@ def latest(run_dir: Path) -> Path | None:
     if not pointer.exists():
         return None
     folder = run_dir / "checkpoints" / pointer.read_text().strip()
-    return folder if folder.is_dir() else None
+    found = [f for f in (folder, _replaced(folder)) if f.is_dir()]
+    return found[0] if found else None
+
+
+def _replaced(folder: Path) -> Path:
+    """Where a checkpoint waits while another of the same step takes its place."""
+    return folder.with_name(f".replaced-{folder.name}")
 
 
 def save(
@@ -60,26 +66,26 @@ def save(
     if world.is_main:
         (partial / "state.json").write_text(json.dumps({"step": step, "world_size": world.size, **state}))
         if folder.exists():
-            shutil.rmtree(folder)
+            shutil.rmtree(_replaced(folder), ignore_errors=True)
+            os.replace(folder, _replaced(folder))
         os.replace(partial, folder)
         _replace_text(run_dir / "latest", folder.name)
-        for old in sorted((run_dir / "checkpoints").glob("step_*"))[:-keep_last]:
+        shutil.rmtree(_replaced(folder), ignore_errors=True)
+        others = sorted(f for f in (run_dir / "checkpoints").glob("step_*") if f != folder)
+        for old in others[: max(0, len(others) - keep_last + 1)]:
             shutil.rmtree(old)
     world.barrier()
     return folder
 
 
-def load(folder: Path, world: World) -> dict[str, Any]:
-    """Set this rank's random generators as they were and return the checkpoint's state; engines load theirs themselves.
+def read_state(folder: Path) -> dict[str, Any]:
+    """Return the step, the number of ranks, and the state that was given to save."""
+    return json.loads((folder / "state.json").read_text())
 
-    Raises:
-        ValueError: the checkpoint was written by another number of ranks.
-    """
-    state = json.loads((folder / "state.json").read_text())
-    if state["world_size"] != world.size:
-        raise ValueError(f"{folder} was written by {state['world_size']} ranks, this run has {world.size}")
+
+def load_rng(folder: Path, world: World) -> None:
+    """Set this rank's random generators as they were; the engines load their own files."""
     _set_rng_state(torch.load(folder / f"rng_rank{world.rank}.pt", weights_only=False))
-    return state
 
 
 def export(folder: Path, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase, world: World) -> None:

@@ -91,9 +91,11 @@ def value_loss(
     loss = _half_square(_difference(values, returns))
     if value_clip is None:
         return loss, torch.zeros_like(loss, dtype=torch.bool)
-    clipped_values = old_values + _difference(values, old_values).clamp(-value_clip, value_clip)
+    change = _difference(values, old_values)
+    clipped_values = old_values + change.clamp(-value_clip, value_clip)
     clipped_loss = _half_square(_difference(clipped_values, returns))
-    return torch.maximum(loss, clipped_loss), clipped_loss > loss
+    # Within the bound old + change is not exactly new: rounding is no clipping.
+    return torch.maximum(loss, clipped_loss), (change.abs() > value_clip) & (clipped_loss > loss)
 
 
 def token_weights(

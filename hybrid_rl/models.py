@@ -62,8 +62,18 @@ class PackedModel(nn.Module):
         if self.model.config._attn_implementation in ("varlen", "flash_attention_2"):
             lengths = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
             lengths |= {"max_length_q": max_length, "max_length_k": max_length}
+        elif getattr(self.model.config, "sliding_window", None) is None:
+            # Not every model makes its mask from position_ids: OPT's sequences would see their neighbours.
+            lengths = {"attention_mask": _block_causal_mask(cu_seqlens, input_ids.shape[1])}
         output = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **lengths)
         return output.last_hidden_state[0]
+
+
+def _block_causal_mask(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Return [1, 1, N, N] bool: each token sees itself and what stands before it in its own sequence."""
+    place = torch.arange(num_tokens, device=cu_seqlens.device)
+    sequence = torch.bucketize(place, cu_seqlens, right=True)
+    return ((sequence[:, None] == sequence) & (place[:, None] >= place))[None, None]
 
 
 class Actor(PackedModel):
@@ -184,9 +194,10 @@ def check_models(config: Config) -> None:
     paths = {name: getattr(config.models, name) for name in ("actor", "critic", "reference", "reward")}
     paths = {f"models.{name}": path for name, path in paths.items() if path is not None}
     prompt, response = config.prompts.max_prompt_tokens, config.rollout.max_response_tokens
+    configs = {field: load_config(path, field=field) for field, path in paths.items()}
     vocabulary = load_tokenizer(config.models.actor).get_vocab()
     for field, path in paths.items():
-        limit = getattr(load_config(path, field=field), "max_position_embeddings", None)
+        limit = getattr(configs[field], "max_position_embeddings", None)
         check(
             limit is None or prompt + response <= limit,
             f"prompts.max_prompt_tokens {prompt} + rollout.max_response_tokens {response} = {prompt + response}: "
@@ -211,14 +222,18 @@ def _load(auto_class: Any, path: str, config: ModelsConfig, device: torch.device
     model_config = load_config(path, field=field)
     for name, value in extra.items():
         setattr(model_config, name, value)
-    model, info = auto_class.from_pretrained(
-        path,
-        config=model_config,
-        dtype=dtype,
-        attn_implementation=choose_attention(config.attention, device, dtype),
-        output_loading_info=True,
-    )
-    return _prepare(model.to(device), path, config), set(info["missing_keys"])
+    try:
+        model, info = auto_class.from_pretrained(
+            path,
+            config=model_config,
+            dtype=dtype,
+            attn_implementation=choose_attention(config.attention, device, dtype),
+            output_loading_info=True,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"{field} = {path}: cannot be loaded ({str(error).splitlines()[0]})") from error
+    # from_pretrained leaves evaluation mode, in which transformers ignores gradient checkpointing.
+    return _prepare(model.to(device).train(), path, config), set(info["missing_keys"])
 
 
 def load_actor(path: str, config: ModelsConfig, device: torch.device, *, field: str = "models.actor") -> Actor:

@@ -59,7 +59,8 @@ def _rollouts(
     generations: Sequence[Generation],
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[Rollout]:
-    texts = tokenizer.batch_decode([g.token_ids for g in generations], skip_special_tokens=True)
+    # Not batch_decode: it gives one text for no generations, as a rank without prompts has.
+    texts = [tokenizer.decode(g.token_ids, skip_special_tokens=True) for g in generations]
     return [
         Rollout(
             prompt=prompt,

@@ -9,6 +9,7 @@ python launch/colocated.py --help                             every setting
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]  # so that a checkout runs without being installed
@@ -20,6 +21,15 @@ from hybrid_rl.config import Config, ConfigError, validate  # noqa: E402
 DEMO = ROOT / "launch" / "configs" / "demo.yaml"
 
 
+class SettingsParser(ArgumentParser):
+    """Says what is wrong in one sentence, without a page of usage before it."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print the sentence and end with code 2."""
+        print(f"error: {' '.join(message.split())}", file=sys.stderr)
+        sys.exit(2)
+
+
 def parse(arguments: list[str] | None = None) -> tuple[Config, int | None]:
     """Return the settings and the number of processes asked for; without --config, the demo's settings are the base.
 
@@ -27,14 +37,14 @@ def parse(arguments: list[str] | None = None) -> tuple[Config, int | None]:
         SystemExit: with code 2 and one sentence, for anything that cannot be read.
     """
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(prog="colocated.py", description=__doc__)
+    parser = SettingsParser(prog="colocated.py", description=__doc__)
     parser.add_argument("--config", action="config", help="YAML file with any of the settings below.")
     parser.add_argument("--num_processes", type=int | None, default=None, help="Ranks; null takes one per visible GPU.")
     parser.add_class_arguments(Config)
     arguments = sys.argv[1:] if arguments is None else arguments
     if not any(a == "--config" or a.startswith("--config=") for a in arguments):
         arguments = ["--config", str(DEMO), *arguments]
-    settings = parser.instantiate_classes(parser.parse_args(arguments))
+    settings = parser.instantiate(parser.parse_args(arguments))
     fields = {name: settings[name] for name in Config.__dataclass_fields__}
     return Config(**fields), settings.num_processes
 

@@ -216,6 +216,15 @@ def test_no_clipping_at_ratio_one_even_with_bounds_of_zero(tiny, world):
     assert metrics["clip_fraction"] == 0 and metrics["grad_norm"] > 0.1
 
 
+def test_values_within_the_bound_do_not_count_as_clipped(tiny, world):
+    """old + (new - old) differs from new by rounding, which is no clipping."""
+    module = load_value_model(str(tiny / "reward"), ModelsConfig(), CPU, field="models.critic")
+    engine = TrainEngine(module, OPTIMIZER, zero_stage=2, total_steps=9, world=world)
+    config = UpdateConfig(mini_batch_size=8, value_clip=1e3)
+    metrics = update_critic(engine, make_batch(tuple(range(8))), config, world, seed=0, max_response_tokens=8)
+    assert metrics["clip_fraction"] == 0
+
+
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_nan_names_the_sequences(tiny, world, role):
     batch = make_batch(tuple(range(8)))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybrid_rl.config import OptimizerConfig
+from hybrid_rl.config import OptimizerConfig, check
 from hybrid_rl.distributed import World
 
 if not torch.cuda.is_available():
@@ -67,6 +67,10 @@ class TrainEngine:
         self, module: nn.Module, config: OptimizerConfig, *, zero_stage: int, total_steps: int, world: World
     ) -> None:
         dtype = next(module.parameters()).dtype
+        check(
+            zero_stage > 0 or dtype == torch.float32,
+            f"update.zero_stage = 0: DeepSpeed keeps no float32 master of {dtype} weights then; use 1 to 3",
+        )
         settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
@@ -119,8 +123,12 @@ class TrainEngine:
         Raises:
             FloatingPointError: the gradient norm is not finite.
         """
-        self._engine.step()
-        norm = float(self._engine.get_global_grad_norm() or 0.0)
+        if self._zero_stage == 0:  # DeepSpeed clips then, but does not tell the norm
+            norm = float(nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None]))
+            self._engine.step()
+        else:
+            self._engine.step()
+            norm = float(self._engine.get_global_grad_norm() or 0.0)
         if not math.isfinite(norm):
             raise FloatingPointError(f"gradient norm is {norm}")
         return norm
@@ -169,9 +177,9 @@ class TrainEngine:
         Raises:
             FileNotFoundError: there is no such state in the folder.
         """
-        path, _ = self._engine.load_checkpoint(str(folder), tag="state")
-        if path is None:
+        if not (folder / "state").is_dir():
             raise FileNotFoundError(f"no DeepSpeed state in {folder}")
+        self._engine.load_checkpoint(str(folder), tag="state")
 
 
 class StatesTenant:

@@ -95,7 +95,7 @@ def test_the_engine_equals_a_fresh_one_loaded_from_the_export(finished: dict, sm
         outputs = [output.outputs[0] for output in fresh.generate(requests, parameters, use_tqdm=False)]
         assert [list(o.token_ids) for o in outputs] == [g.token_ids for g in finished[name]]
         if temperature:
-            theirs = [[entry[t].logprob for t, entry in zip(o.token_ids, o.logprobs)] for o in outputs]
+            theirs = [[entry[t].logprob for t, entry in zip(o.token_ids, o.logprobs, strict=True)] for o in outputs]
             assert theirs == [g.logprobs for g in finished[name]]
     fresh.llm_engine.engine_core.shutdown()
 

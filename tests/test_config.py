@@ -1,0 +1,418 @@
+"""Every rule at the border: in code, and as a user of launch/colocated.py meets it. No model is ever loaded."""
+
+import ast
+import dataclasses
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from hybrid_rl.config import Config, ConfigError, ModelsConfig, PromptsConfig, RewardConfig, as_dict, validate
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "launch" / "colocated.py"
+VALID = Config(
+    models=ModelsConfig(actor="a"), prompts=PromptsConfig(path="p"), reward=RewardConfig(functions=["exact_match"])
+)
+
+
+def change(config: Any, changes: dict[str, Any]) -> Any:
+    """Return the config with dotted fields replaced."""
+    for name, value in changes.items():
+        section, _, rest = name.partition(".")
+        value = change(getattr(config, section), {rest: value}) if rest else value
+        config = dataclasses.replace(config, **{section: value})
+    return config
+
+
+POSITIVE = [
+    "run.num_steps",
+    "prompts.max_prompt_tokens",
+    "prompts.num_generated",
+    "prompts.num_eval",
+    "rollout.rollout_batch_size",
+    "rollout.group_size",
+    "rollout.max_response_tokens",
+    "rollout.temperature",
+    "rollout.max_num_seqs",
+    "reward.timeout_s",
+    "reward.num_workers",
+    "update.num_epochs",
+    "update.mini_batch_size",
+    "update.micro_batch_tokens",
+    "sync.bucket_bytes",
+    "checkpoint.keep_last",
+]
+RULES: list[tuple[dict[str, Any], str]] = [
+    *[({name: value}, f"{name} = {value}: must be greater than 0") for name in POSITIVE for value in (0, -3)],
+    ({"rollout.temperature": float("nan")}, "rollout.temperature = nan: must be greater than 0"),
+    ({"models.actor": ""}, "models.actor is empty: give a Hugging Face folder"),
+    ({"prompts.path": ""}, "prompts.path is empty: give a file, a dataset folder or reasoning_gym:<task>"),
+    (
+        {"reward.functions": []},
+        "models.reward is null and reward.functions is empty: one of them must score the responses",
+    ),
+    ({"reward.weights": [1.0, 2.0]}, "reward.weights has 2 values, reward.functions 1: one each"),
+    ({"reward.weights": []}, "reward.weights has 0 values, reward.functions 1: one each"),
+    *[
+        ({"advantage.estimator": e}, f"rollout.group_size = 1: advantage.estimator = {e} needs 2 or more")
+        for e in ("grpo", "rloo", "dr_grpo")
+    ],
+    *[
+        ({f"advantage.{name}": value}, f"advantage.{name} = {value}: must lie in [0, 1]")
+        for name in ("gamma", "gae_lambda")
+        for value in (-0.1, 1.01, float("nan"))
+    ],
+    (
+        {"update.mini_batch_size": 48, "rollout.rollout_batch_size": 10, "rollout.group_size": 4},
+        "update.mini_batch_size = 48: must divide the 40 responses of a step "
+        "(rollout.rollout_batch_size 10 x rollout.group_size 4)",
+    ),
+    (
+        {"update.micro_batch_tokens": 767},
+        "update.micro_batch_tokens = 767: must hold one sequence, prompts.max_prompt_tokens 512 + "
+        "rollout.max_response_tokens 256 = 768",
+    ),
+    ({"update.clip_low": -0.1}, "update.clip_low = -0.1: must lie in [0, 1)"),
+    ({"update.clip_low": 1.0}, "update.clip_low = 1.0: must lie in [0, 1)"),
+    (
+        {"update.zero_stage": 0},
+        "memory.swap = deepspeed: DeepSpeed cannot offload with update.zero_stage = 0; use 1 to 3 or swap = off",
+    ),
+]
+
+
+@pytest.mark.parametrize("changes, sentence", RULES, ids=lambda x: str(x)[:40])
+def test_rule_is_told_in_one_sentence(changes, sentence):
+    with pytest.raises(ConfigError) as error:
+        validate(change(VALID, changes))
+    assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"reward.functions": [], "models.reward": "r"},
+        {"reward.weights": [0.0]},
+        {"advantage.estimator": "grpo", "rollout.group_size": 2},
+        {"advantage.gamma": 0.0, "advantage.gae_lambda": 1.0},
+        {"update.micro_batch_tokens": 768},
+        {"update.clip_low": 0.0},
+        {"update.zero_stage": 0, "memory.swap": "off"},
+        {"rollout.rollout_batch_size": 16, "rollout.group_size": 8},
+    ],
+    ids=str,
+)
+def test_boundaries_are_allowed(changes):
+    config = change(VALID, changes)
+    assert validate(config) is config
+
+
+def test_derived_settings():
+    config = change(VALID, {"rollout.rollout_batch_size": 6, "rollout.group_size": 4, "run.name": "x", "run.dir": "d"})
+    assert config.responses_per_step == 24
+    assert config.run_dir == Path("d/x")
+    assert config.has_critic and not config.has_reference
+    assert change(config, {"advantage.kl_coef": 0.1}).has_reference
+    assert not change(config, {"advantage.estimator": "rloo"}).has_critic
+
+
+# The command line
+
+
+@pytest.fixture(scope="module")
+def colocated() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("colocated", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def documented_fields() -> dict[str, dict[str, str]]:
+    """Return dataclass -> field -> the text below it, as the source of config.py has them."""
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.parse((ROOT / "hybrid_rl" / "config.py").read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            texts = [*node.body[1:], None]
+            found[node.name] = {
+                statement.target.id: ast.literal_eval(after.value) if isinstance(after, ast.Expr) else ""
+                for statement, after in zip(node.body, texts, strict=True)
+                if isinstance(statement, ast.AnnAssign)
+            }
+    return found
+
+
+def test_help_documents_every_field(colocated, capsys):
+    with pytest.raises(SystemExit) as end:
+        colocated.parse(["--help"])
+    assert end.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    documented = documented_fields()
+    num_fields = 0
+
+    def walk(cls: type, prefix: str) -> None:
+        nonlocal num_fields
+        for field in dataclasses.fields(cls):
+            name = f"{prefix}{field.name}"
+            assert f"--{name} " in text
+            if dataclasses.is_dataclass(field.type):
+                walk(field.type, f"{name}.")
+                continue
+            words = " ".join(documented[cls.__name__][field.name].split())
+            assert words, f"{name} has no text"
+            assert words in text, f"{name}: {words}"
+            num_fields += 1
+
+    walk(Config, "")
+    assert num_fields > 70
+
+
+def test_print_config_gives_yaml_that_loads_equal(colocated, capsys, tmp_path):
+    arguments = ["--rollout.group_size", "3", "--update.actor.betas", "[0.8, 0.9]", "--num_processes", "1"]
+    config, num_processes = colocated.parse(arguments)
+    assert (config.rollout.group_size, config.update.actor.betas, num_processes) == (3, (0.8, 0.9), 1)
+    with pytest.raises(SystemExit) as end:
+        colocated.parse([*arguments, "--print_config"])
+    assert end.value.code == 0
+    path = tmp_path / "printed.yaml"
+    path.write_text(capsys.readouterr().out)
+    assert colocated.parse(["--config", str(path)]) == (config, 1)
+
+
+def test_resolved_config_of_a_run_loads_equal(colocated, tmp_path):
+    config = change(VALID, {"reward.weights": [0.5], "rollout.stop_token_ids": [3], "prompts.task_options": {"a": 1}})
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(as_dict(config), sort_keys=False))
+    assert colocated.parse([f"--config={path}"])[0] == config
+
+
+def test_later_arguments_win_over_the_file(colocated, tmp_path):
+    (tmp_path / "c.yaml").write_text("run: {seed: 4, name: file}\n")
+    config, _ = colocated.parse(["--config", str(tmp_path / "c.yaml"), "--run.seed", "5"])
+    assert (config.run.seed, config.run.name) == (5, "file")
+    assert config == change(Config(), {"run.seed": 5, "run.name": "file"})  # and nothing of the demo
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended."""
+
+    code: int
+    stderr: str
+    seconds: float
+
+    def sentence(self) -> str:
+        """Return what it said, which must be an error in one line."""
+        assert self.code == 2, self.stderr
+        lines = self.stderr.strip().splitlines()
+        assert len(lines) == 1, self.stderr
+        assert lines[0].startswith("error: ")
+        return lines[0].removeprefix("error: ")
+
+
+# Forks once per line of stdin, so that the imports are paid once and each case still ends a process of its own.
+FORKS = """
+import json, os, sys, time
+sys.path[:0] = sys.argv[1:3]
+import colocated, hybrid_rl.demo, hybrid_rl.trainer
+for line in sys.stdin:
+    errors, arguments = json.loads(line)
+    start = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY), 2)
+        sys.argv = ["colocated.py", *arguments]
+        code = 0
+        try:
+            colocated.main()
+        except SystemExit as end:
+            code = end.code
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+            code = 1
+        sys.stderr.flush()
+        os._exit(code)
+    _, status = os.waitpid(pid, 0)
+    print(json.dumps([os.waitstatus_to_exitcode(status), time.monotonic() - start]), flush=True)
+"""
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="module")
+def forks():
+    command = [sys.executable, "-c", FORKS, str(ROOT), str(SCRIPT.parent)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+    ) as process:
+        yield process
+        process.stdin.close()
+        assert process.wait(timeout=60) == 0
+
+
+@pytest.fixture(scope="module")
+def hollow(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny models without their weights, so that a run that gets as far as loading one fails."""
+    root = tmp_path_factory.mktemp("hollow")
+    shutil.copytree(tiny, root, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    assert not list(root.rglob("*.safetensors"))
+    return root
+
+
+@pytest.fixture
+def settings(hollow: Path, tmp_path: Path) -> dict[str, Any]:
+    """Settings that would run on the CPU if the models had weights."""
+    return {
+        "run": {"dir": str(tmp_path / "runs")},
+        "models": {"actor": str(hollow / "policy"), "reward": str(hollow / "reward")},
+        "prompts": {"path": str(hollow / "prompts.jsonl"), "max_prompt_tokens": 8},
+        "rollout": {"engine": "hf", "rollout_batch_size": 4, "max_response_tokens": 8},
+        "update": {"mini_batch_size": 4},
+    }
+
+
+@pytest.fixture
+def start(forks, settings, tmp_path):
+    """Run the script's main with the settings and these arguments, in a process of its own."""
+
+    def run(*arguments: str) -> Ended:
+        config, errors = tmp_path / "config.yaml", tmp_path / "stderr"
+        config.write_text(yaml.safe_dump(settings))
+        forks.stdin.write(json.dumps([str(errors), ["--config", str(config), *arguments]]) + "\n")
+        forks.stdin.flush()
+        code, seconds = json.loads(forks.stdout.readline())
+        assert not (tmp_path / "runs").exists()  # a refused run leaves nothing behind
+        return Ended(code, errors.read_text(), seconds)
+
+    return run
+
+
+def test_the_settings_of_these_tests_get_as_far_as_the_weights(start):
+    ended = start()
+    assert ended.code == 1 and "no file named model.safetensors" in ended.stderr
+
+
+def test_script_as_a_process(settings, tmp_path):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--config", str(tmp_path / "config.yaml"), "--prompts.path", "/nowhere.jsonl"],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        cwd=tmp_path,
+        timeout=60,
+    )
+    ended = Ended(done.returncode, done.stderr, time.monotonic() - started)
+    assert ended.sentence() == "prompts.path = /nowhere.jsonl: no such file or folder"
+    assert done.stdout == "" and ended.seconds < 20
+
+
+@pytest.mark.parametrize("form", ["argument", "file"])
+def test_unknown_field(start, settings, form):
+    if form == "file":
+        settings["rollout"]["group_sise"] = 3
+        ended = start()
+    else:
+        ended = start("--rollout.group_sise", "3")
+    assert "group_sise" in ended.sentence() and ended.seconds < 5
+
+
+@pytest.mark.parametrize(
+    "argument, value", [("--rollout.engine", "sglang"), ("--run.seed", "x"), ("--update.zero_stage", "4")]
+)
+def test_value_of_the_wrong_kind(start, argument, value):
+    ended = start(argument, value)
+    sentence = ended.sentence()
+    assert argument.removeprefix("--") in sentence and value in sentence and ended.seconds < 5
+
+
+def test_config_file_that_is_not_there(start):
+    assert "/nowhere.yaml" in start("--config", "/nowhere.yaml").sentence()
+
+
+def test_missing_prompts_file(start):
+    ended = start("--prompts.path", "/nowhere.jsonl")
+    assert ended.sentence() == "prompts.path = /nowhere.jsonl: no such file or folder"
+    assert ended.seconds < 5
+
+
+def test_missing_column_lists_the_columns(start, hollow):
+    ended = start("--prompts.prompt_column", "question")
+    path = hollow / "prompts.jsonl"
+    assert ended.sentence() == (
+        f"prompts.path = {path}: row 0 has no column 'question'; set prompts.prompt_column to one of: prompt, answer"
+    )
+    assert ended.seconds < 5
+
+
+def test_empty_data_set(start, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    ended = start("--prompts.path", str(tmp_path / "empty.jsonl"))
+    assert ended.sentence() == f"prompts.path = {tmp_path / 'empty.jsonl'}: holds no rows"
+    assert ended.seconds < 5
+
+
+def test_sequence_longer_than_the_model_shows_the_sum(start, hollow):
+    ended = start("--prompts.max_prompt_tokens", "40", "--rollout.max_response_tokens", "25")
+    assert ended.sentence() == (
+        "prompts.max_prompt_tokens 40 + rollout.max_response_tokens 25 = 65: "
+        f"models.actor = {hollow / 'policy'} takes at most 64 tokens"
+    )
+    assert ended.seconds < 5
+
+
+@pytest.mark.parametrize("field", ["actor", "reward", "critic"])
+@pytest.mark.parametrize("kind", ["absent", "empty"])
+def test_model_folder_that_holds_no_model(start, tmp_path, field, kind):
+    path = tmp_path / "not_a_model"
+    if kind == "empty":
+        path.mkdir()
+    ended = start(f"--models.{field}", str(path))
+    sentence = ended.sentence()
+    assert sentence.startswith(f"models.{field} = {path}: ") and "no " in sentence
+    assert ended.seconds < 5
+
+
+def test_reward_model_with_another_tokenizer(start, hollow, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(hollow / "reward", other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["x"], vocabulary["y"] = vocabulary["y"], vocabulary["x"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    ended = start("--models.reward", str(other))
+    assert ended.sentence() == (
+        f"models.reward = {other}: its tokenizer is not the actor's, so it would read other tokens than were sampled"
+    )
+    assert ended.seconds < 5
+
+
+def test_group_estimator_without_groups(start):
+    ended = start("--advantage.estimator", "grpo")
+    assert ended.sentence() == "rollout.group_size = 1: advantage.estimator = grpo needs 2 or more"
+    assert ended.seconds < 5
+
+
+def test_prompt_that_is_too_long(start):
+    sentence = start("--prompts.max_prompt_tokens", "3").sentence()
+    assert "10 of 10 prompts are longer than prompts.max_prompt_tokens = 3, first row 0 with 4 tokens" in sentence
+
+
+def test_resume_without_a_checkpoint(start, tmp_path):
+    sentence = start("--run.resume", "must").sentence()
+    assert sentence == f"run.resume = must: {tmp_path / 'runs' / 'demo'} has no checkpoint"

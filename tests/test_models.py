@@ -1,0 +1,351 @@
+"""Packed, padded and alone give the same numbers, for four architectures; what cannot be packed is refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BloomConfig,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    OPTConfig,
+    PretrainedConfig,
+    Qwen2Config,
+)
+
+from hybrid_rl.batch import Packed, Prompt, Rollout, TrainBatch, make_train_batch, pack, split
+from hybrid_rl.config import Config, ConfigError, ModelsConfig, PromptsConfig, RolloutConfig
+from hybrid_rl.models import (
+    Actor,
+    LogprobHead,
+    check_models,
+    eos_token_ids,
+    load_actor,
+    load_tokenizer,
+    load_value_model,
+    packed_inputs,
+)
+
+CPU = torch.device("cpu")
+VOCABULARY = 40
+PAD = 39  # for the oracle alone
+IDS = {"vocab_size": VOCABULARY, "eos_token_id": 0, "pad_token_id": 0, "bos_token_id": 1}
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
+CONFIGS: dict[str, Callable[..., PretrainedConfig]] = {
+    "llama": lambda **o: LlamaConfig(**IDS, **SIZES, intermediate_size=48, num_key_value_heads=1, **o),
+    "qwen2": lambda **o: Qwen2Config(**IDS, **SIZES, intermediate_size=48, num_key_value_heads=1, **o),
+    "gpt2": lambda **o: GPT2Config(**IDS, n_embd=32, n_layer=2, n_head=2, n_positions=64, **o),
+    "opt": lambda **o: OPTConfig(**IDS, **SIZES, ffn_dim=48, word_embed_proj_dim=16, **o),
+}
+ARCHITECTURES = [(name, tied) for name in CONFIGS for tied in (True, False)]
+
+
+def save_random(auto_class: type, config: PretrainedConfig, folder: Path, tokenizer_from: Path) -> Path:
+    """Save a random model, biases and norms included, far enough from uniform for mistakes to show."""
+    torch.manual_seed(3)
+    model = auto_class.from_config(config)
+    for parameter in model.parameters():
+        scale = 6 if parameter.ndim >= 2 else 1
+        parameter.data.mul_(scale).add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer_from).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES, ids=lambda a: f"{a[0]}-{'tied' if a[1] else 'untied'}")
+def policy(request, tiny, tmp_path_factory) -> Path:
+    name, tied = request.param
+    config = CONFIGS[name](tie_word_embeddings=tied)
+    return save_random(AutoModelForCausalLM, config, tmp_path_factory.mktemp(name), tiny / "policy")
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def classifier(request, tiny, tmp_path_factory) -> Path:
+    config = CONFIGS[request.param](num_labels=1)
+    return save_random(
+        AutoModelForSequenceClassification, config, tmp_path_factory.mktemp(request.param), tiny / "policy"
+    )
+
+
+@pytest.fixture(scope="module")
+def batch() -> TrainBatch:
+    """Sequences of 2 to 15 tokens; padding and EOS, both 0, occur in prompts and responses."""
+    generator = torch.Generator().manual_seed(0)
+    rollouts = []
+    for i, (p, r) in enumerate([(3, 6), (9, 4), (1, 1), (5, 10), (2, 0), (4, 3)]):
+        ids = torch.randint(0, VOCABULARY - 2, (p + r,), generator=generator).tolist()
+        if i % 2:
+            ids[-1] = 0
+        rollouts.append(
+            Rollout(
+                prompt=Prompt(prompt_id=i, text="", token_ids=ids[:p]),
+                sequence_id=i,
+                response_ids=ids[p:],
+                rollout_logprobs=[],
+                is_truncated=False,
+                text="",
+            )
+        )
+    return make_train_batch(rollouts)
+
+
+def groupings(batch: TrainBatch) -> dict[str, list[list[int]]]:
+    return {
+        "alone": [[row] for row in range(len(batch))],
+        "together": [[4, 0, 5, 1, 3, 2]],
+        "split": split(batch.sequence_lengths, 16),
+    }
+
+
+def padded_batch(batch: TrainBatch, side: str) -> dict[str, Tensor]:
+    """Return the usual inputs of a transformers model, and `starts`, where each sequence begins."""
+    width = max(batch.sequence_lengths)
+    starts = [width - n if side == "left" else 0 for n in batch.sequence_lengths]
+    ids, mask = torch.full((len(batch), width), PAD), torch.zeros(len(batch), width, dtype=torch.int64)
+    for row, (sequence, start) in enumerate(zip(batch.sequences, starts, strict=True)):
+        ids[row, start : start + len(sequence)] = sequence
+        mask[row, start : start + len(sequence)] = 1
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "starts": torch.tensor(starts)}
+
+
+@torch.no_grad()
+def padded_oracle(folder: Path, batch: TrainBatch, side: str, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return log-probs and entropies [B, T] from transformers' own logits of a padded batch."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    inputs = padded_batch(batch, side)
+    starts = inputs.pop("starts")
+    table = (model(**inputs).logits / temperature).log_softmax(-1)
+    logprobs, entropy = torch.zeros(batch.response_mask.shape), torch.zeros(batch.response_mask.shape)
+    for row, sequence in enumerate(batch.sequences):
+        first = int(starts[row] + batch.prompt_lengths[row])
+        targets = sequence[batch.prompt_lengths[row] :]
+        rows = table[row, first - 1 : first - 1 + len(targets)]
+        logprobs[row, : len(targets)] = rows.gather(-1, targets[:, None]).squeeze(-1)
+        entropy[row, : len(targets)] = -(rows.exp() * rows).sum(-1)
+    return logprobs, entropy
+
+
+def run_actor(actor: Actor, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+    return actor(**packed_inputs(packed), index=packed.response_index, targets=packed.targets, temperature=temperature)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_logprobs_packed_padded_and_alone(policy, batch, side, temperature):
+    actor = load_actor(str(policy), ModelsConfig(), CPU)
+    expected = padded_oracle(policy, batch, side, temperature)
+    assert expected[0].min() < -4.5  # nowhere near uniform, which is -3.7
+    for name, groups in groupings(batch).items():
+        found = torch.zeros_like(expected[0]), torch.zeros_like(expected[1])
+        for rows in groups:
+            packed = pack(batch, rows, CPU)
+            for result, values in zip(found, run_actor(actor, packed, temperature), strict=True):
+                packed.scatter(values, result)
+        for result, oracle in zip(found, expected, strict=True):
+            torch.testing.assert_close(result, oracle, atol=1e-5, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@torch.no_grad()
+def test_values_and_scores_packed_padded_and_alone(classifier, batch):
+    model = load_value_model(str(classifier), ModelsConfig(), CPU, field="models.critic")
+    oracle = AutoModelForSequenceClassification.from_pretrained(classifier, num_labels=1).eval()
+    oracle.config.pad_token_id = PAD  # else it takes an EOS at the end for padding, and reads the token before it
+    inputs = padded_batch(batch, "right")
+    del inputs["starts"]
+    expected_scores = oracle(**inputs).logits[:, 0]
+    hidden = oracle.base_model(**inputs).last_hidden_state
+    table = oracle.score(hidden)[..., 0]
+    assert expected_scores.std() > 0.1
+    for groups in groupings(batch).values():
+        for rows in groups:
+            packed = pack(batch, rows, CPU)
+            scores = model(**packed_inputs(packed), index=packed.last_index)
+            torch.testing.assert_close(scores, expected_scores[rows], atol=1e-5, rtol=0)
+            values = model(**packed_inputs(packed), index=packed.response_index)
+            places = batch.prompt_lengths[packed.token_rows] - 1 + packed.token_columns
+            torch.testing.assert_close(values, table[packed.token_rows, places], atol=1e-5, rtol=0)
+
+
+def test_gradient_is_that_of_the_padded_batch(policy, batch):
+    actor = load_actor(str(policy), ModelsConfig(), CPU)
+    packed = pack(batch, [4, 0, 5, 1, 3, 2], CPU)
+    run_actor(actor, packed, 0.7)[0].sum().backward()
+    oracle = AutoModelForCausalLM.from_pretrained(policy)
+    for row, sequence in enumerate(batch.sequences):
+        table = (oracle(sequence[None]).logits[0, :-1] / 0.7).log_softmax(-1)
+        table.gather(-1, sequence[1:, None])[batch.prompt_lengths[row] - 1 :].sum().backward()
+    for (name, ours), theirs in zip(actor.model.named_parameters(), oracle.parameters(), strict=True):
+        expected = theirs.grad if theirs.grad is not None else torch.zeros_like(theirs)
+        scale = max(float(expected.abs().max()), 0.1)  # that of a key's bias is 0 but for rounding
+        torch.testing.assert_close(ours.grad / scale, expected / scale, atol=2e-5, rtol=0, msg=name)
+
+
+@torch.no_grad()
+def test_a_sequence_does_not_see_its_neighbours(policy, batch):
+    actor = load_actor(str(policy), ModelsConfig(), CPU)
+    packed = pack(batch, [0, 1, 3], CPU)
+    before, _ = run_actor(actor, packed, 1.0)
+    packed.input_ids[0, :9] = torch.arange(9) + 3  # the first sequence is another one now
+    after, _ = run_actor(actor, packed, 1.0)
+    is_first = packed.token_rows == 0
+    assert (before[is_first] - after[is_first]).abs().max() > 1e-2
+    torch.testing.assert_close(before[~is_first], after[~is_first], atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_head_without_targets_still_gives_logits(policy, batch):
+    actor = load_actor(str(policy), ModelsConfig(), CPU)
+    assert isinstance(actor.model.get_output_embeddings(), LogprobHead)
+    ids = batch.sequences[3][None]
+    expected = AutoModelForCausalLM.from_pretrained(policy).eval()(ids).logits
+    torch.testing.assert_close(actor.model(ids).logits, expected, atol=1e-5, rtol=0)
+
+
+def test_wrapped_model_saves_what_was_loaded(policy, tmp_path):
+    load_actor(str(policy), ModelsConfig(), CPU).model.save_pretrained(tmp_path)
+    before, after = load_file(policy / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (policy, tmp_path)]
+    assert configs[0]["architectures"] == configs[1]["architectures"]
+    assert configs[0]["tie_word_embeddings"] == configs[1]["tie_word_embeddings"]
+
+
+def test_bfloat16_models_give_float32(policy, classifier, batch):
+    config = ModelsConfig(dtype="bfloat16")
+    packed = pack(batch, [0, 3], CPU)
+    actor = load_actor(str(policy), config, CPU)
+    assert {p.dtype for p in actor.parameters()} == {torch.bfloat16}
+    assert [x.dtype for x in run_actor(actor, packed, 1.0)] == [torch.float32] * 2
+    critic = load_value_model(str(classifier), config, CPU, field="models.critic")
+    assert critic(**packed_inputs(packed), index=packed.last_index).dtype == torch.float32
+
+
+def test_dropout_is_off_in_training_mode(policy, batch):
+    actor = load_actor(str(policy), ModelsConfig(), CPU)
+    assert actor.model.training
+    assert all(module.p == 0 for module in actor.modules() if isinstance(module, nn.Dropout))
+    packed = pack(batch, [0, 1, 3], CPU)
+    assert torch.equal(run_actor(actor, packed, 1.0)[0], run_actor(actor, packed, 1.0)[0])
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_gradient_checkpointing_runs_layers_twice_and_changes_nothing(tiny, batch, is_on):
+    config = ModelsConfig(gradient_checkpointing=is_on)
+    actor = load_actor(str(tiny / "policy"), config, CPU)
+    calls = []
+    actor.model.base_model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    packed = pack(batch, [2], CPU)
+    run_actor(actor, packed, 1.0)[0].sum().backward()
+    assert len(calls) == 1 + is_on
+    plain = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
+    run_actor(plain, packed, 1.0)[0].sum().backward()
+    for ours, theirs in zip(actor.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_critic_without_a_head_gets_zeros(policy, batch):
+    critic = load_value_model(str(policy), ModelsConfig(), CPU, field="models.critic", new_head=True)
+    assert not critic.model.score.weight.any()
+    packed = pack(batch, [0, 1], CPU)
+    assert critic(**packed_inputs(packed), index=packed.response_index).tolist() == [0] * 10
+    actor = load_actor(str(policy), ModelsConfig(), CPU)
+    assert torch.equal(critic.hidden(**packed_inputs(packed)), actor.hidden(**packed_inputs(packed)))
+
+
+def test_critic_keeps_a_trained_head(classifier):
+    kept = load_value_model(str(classifier), ModelsConfig(), CPU, field="models.critic", new_head=True)
+    assert torch.equal(kept.model.score.weight, load_file(classifier / "model.safetensors")["score.weight"])
+
+
+def test_reward_model_without_a_head_is_refused(policy):
+    with pytest.raises(ConfigError, match=r"models.reward = .*: the folder holds no trained `score` head"):
+        load_value_model(str(policy), ModelsConfig(), CPU, field="models.reward")
+
+
+def test_reward_model_with_two_labels_is_refused(tiny, tmp_path):
+    folder = save_random(AutoModelForSequenceClassification, CONFIGS["llama"](num_labels=2), tmp_path, tiny / "policy")
+    with pytest.raises(ConfigError, match=r"models.reward = "):
+        load_value_model(str(folder), ModelsConfig(), CPU, field="models.reward")
+
+
+@pytest.mark.parametrize(
+    "config, name",
+    [(Gemma2Config(final_logit_softcapping=30.0), "final_logit_softcapping"), (CohereConfig(), "logit_scale")],
+)
+def test_transformed_logits_are_refused(tmp_path, config, name):
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=rf"models.actor = .*: config.{name} = .* transforms the logits"):
+        load_actor(str(tmp_path), ModelsConfig(), CPU)
+
+
+def test_model_without_position_ids_is_refused(tiny, tmp_path):
+    config = BloomConfig(vocab_size=VOCABULARY, hidden_size=16, n_layer=1, n_head=2)
+    folder = save_random(AutoModelForCausalLM, config, tmp_path, tiny / "policy")
+    with pytest.raises(ConfigError, match=f"{folder}: .*BloomForCausalLM"):
+        load_actor(str(folder), ModelsConfig(), CPU)
+
+
+@pytest.mark.parametrize("loader", ["actor", "reward", "tokenizer"])
+def test_folder_without_a_model_is_refused(tmp_path, loader):
+    with pytest.raises(ConfigError, match=f"{tmp_path}: no "):
+        if loader == "actor":
+            load_actor(str(tmp_path), ModelsConfig(), CPU)
+        elif loader == "reward":
+            load_value_model(str(tmp_path), ModelsConfig(), CPU, field="models.reward")
+        else:
+            load_tokenizer(str(tmp_path))
+
+
+def test_check_models_knows_every_limit(tiny, tmp_path):
+    """Sequences of 64 tokens fit the tiny models; a critic of 32 positions is named."""
+
+    def config(**models: str) -> Config:
+        return Config(
+            models=ModelsConfig(actor=str(tiny / "policy"), reward=str(tiny / "reward"), **models),
+            prompts=PromptsConfig(path="p", max_prompt_tokens=40),
+            rollout=RolloutConfig(max_response_tokens=24),
+        )
+
+    check_models(config())
+    short = tmp_path / "short"
+    shutil.copytree(tiny / "reward", short)
+    settings = json.loads((short / "config.json").read_text()) | {"max_position_embeddings": 32}
+    (short / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=rf"40 \+ .* 24 = 64: models.critic = {short} takes at most 32 tokens"):
+        check_models(config(critic=str(short)))
+
+
+@pytest.mark.parametrize(
+    "generation, expected",
+    [
+        ({"eos_token_id": [3, 5]}, [0, 3, 5]),
+        ({"eos_token_id": 4}, [0, 4]),
+        ({"eos_token_id": 0}, [0]),
+        ({}, [0]),
+        (None, [0]),
+    ],
+)
+def test_eos_ids_are_the_union(tiny, tmp_path, generation, expected):
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert eos_token_ids(str(tmp_path), load_tokenizer(str(tiny / "policy"))) == expected
+
+
+def test_no_eos_at_all_is_refused(tiny, tmp_path):
+    tokenizer = load_tokenizer(str(tiny / "policy"))
+    tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match="names an EOS token"):
+        eos_token_ids(str(tmp_path), tokenizer)
