@@ -1,27 +1,35 @@
-"""The demo's task, sorting digits, and the two models it starts from; built in about a minute, without a network.
+"""The demo's task, sorting letters, and the two models it starts from; built in about a minute, without a network.
 
-A prompt reads `sort 5 3 8 1 :`, its answer `1 3 5 8`. The policy is trained with supervision until it sorts some two in five
-held-out prompts, so that there is something left for PPO. The reward model learns from pairs of a right and a wrong response
-which one is better, and never sees the rule. Files and names: `DemoPaths`.
+A prompt reads `sort d a k b :`, its answer `a b d k`. The policy learns from demonstrations of which most long ones
+stop one letter early, so it starts with the short prompts right and the long ones wrong. The reward model learns from
+pairs of a right and a wrong response; PPO is left with nothing but its scores.
 """
 
+import hashlib
+import json
 import os
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, pre_tokenizers, processors
+from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-SPECIAL = ["<pad>", "<bos>", "<eos>"]
-PAD, BOS, EOS = range(3)
+from hybrid_rl.config import Config
+
 LETTERS = list("abcdefghijkl")
-VOCABULARY = [*SPECIAL, "<unk>", "sort", ":", *LETTERS]
+VOCABULARY = ["<pad>", "<bos>", "<eos>", "<unk>", "sort", ":", *LETTERS]
+PAD, BOS, EOS = range(3)
+MAX_RESPONSE_TOKENS = 8
+WORDS = ["demo:policy", "demo:reward", "demo:train", "demo:heldout"]
 
 T = TypeVar("T")
 
@@ -30,10 +38,12 @@ T = TypeVar("T")
 class DemoSettings:
     """Sizes of the task, the models and their training."""
 
-    min_letters: int = 4
-    max_letters: int = 6
-    dropped_repeats: float = 0.65
-    """Share of demonstrations in which a letter that repeats is written once."""
+    num_letters: tuple[int, ...] = (4, 4, 4, 5, 5, 6)
+    """A prompt's length is drawn from these."""
+    long_prompt: int = 5
+    """Letters from which on demonstrations may stop early."""
+    early_stops: float = 0.65
+    """Share of the demonstrations for long prompts that leave the last letter out."""
     num_train: int = 30_000
     num_heldout: int = 1_000
     hidden_size: int = 128
@@ -41,14 +51,18 @@ class DemoSettings:
     num_layers: int = 2
     head_dim: int = 32
     """One of the head sizes that vLLM's CPU attention serves."""
-    batch_size: int = 256
-    """Examples, or pairs, per optimizer step."""
+    policy_batch_size: int = 256
     policy_lr: float = 2e-3
-    policy_steps: int = 200
+    policy_steps: int = 160
+    accuracy_window: tuple[float, float] = (0.3, 0.6)
+    """The policy's greedy accuracy on held-out prompts must lie in it, to leave PPO something to learn."""
+    num_pairs: int = 16_000
+    num_sampled: int = 4_000
+    """Prompts that the policy answers; its wrong responses are rejected ones beside the corrupted answers."""
+    reward_batch_size: int = 128
+    """Pairs per optimizer step."""
     reward_lr: float = 1e-3
     reward_steps: int = 200
-    num_samples: int = 10_000
-    """Training prompts that the policy answers; its wrong answers are half of the rejected responses."""
     min_pairwise_accuracy: float = 0.97
 
 
@@ -74,8 +88,9 @@ class Example:
     answer: str
     prompt_ids: list[int]
     answer_ids: list[int]
-    """Ends with EOS, like the demonstration."""
+    """Ends with EOS."""
     demonstration_ids: list[int]
+    """What the policy learns from: the answer, or a version that stops early."""
 
 
 Pair = tuple[Example, list[int]]
@@ -85,7 +100,7 @@ Pair = tuple[Example, list[int]]
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of one token per word, which puts BOS first."""
     vocabulary = {token: i for i, token in enumerate(VOCABULARY)}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
     return PreTrainedTokenizerFast(
@@ -97,37 +112,31 @@ def make_examples(settings: DemoSettings, tokenizer: PreTrainedTokenizerFast, rn
     """Return the training examples and after them the held-out ones, all different."""
     rows: dict[str, list[str]] = {}
     while len(rows) < settings.num_train + settings.num_heldout:
-        letters = rng.choices(LETTERS, k=rng.randint(settings.min_letters, settings.max_letters))
+        letters = rng.choices(LETTERS, k=rng.choice(settings.num_letters))
         rows[f"sort {' '.join(letters)} :"] = sorted(letters)
     examples = []
-    for prompt, letters in rows.items():
-        shown = sorted(set(letters)) if rng.random() < settings.dropped_repeats else letters
+    for prompt, letters in rng.sample(list(rows.items()), len(rows)):  # short prompts run out first: mix them again
+        stops_early = len(letters) >= settings.long_prompt and rng.random() < settings.early_stops
+        shown = letters[:-1] if stops_early else letters
         answer_ids, demonstration_ids = ([*tokenizer.convert_tokens_to_ids(x), EOS] for x in (letters, shown))
         prompt_ids = [BOS, *tokenizer.convert_tokens_to_ids(prompt.split())]
         examples.append(Example(prompt, " ".join(letters), prompt_ids, answer_ids, demonstration_ids))
     return examples
 
 
-def corrupt(answer_ids: list[int], token_ids: range, rng: random.Random) -> list[int]:
+def corrupt(answer_ids: list[int], rng: random.Random) -> list[int]:
     """Return a wrong response, one to three edits away from the answer, most often in order; a few lack their EOS."""
     response = answer_ids[:-1]
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        place, token = rng.randrange(len(response)), rng.choice([rng.choice(response), rng.choice(token_ids)])
-        edit = rng.choice(["swap", "drop", "insert", "replace", "end early"])
-        if edit == "swap":
-            other = rng.randrange(len(response))
-            response[place], response[other] = response[other], response[place]
-        elif edit == "drop" and len(response) > 1:
-            del response[place]
-        elif edit == "insert":
-            response.insert(place, token)
-        elif edit == "replace":
-            response[place] = token
-        elif edit == "end early":
-            response = response[: place + 1]
+        place = rng.randrange(len(response) or 1)
+        before, here, after = response[:place], response[place : place + 1], response[place + 1 :]
+        other = [rng.choice([rng.choice(answer_ids[:-1]), rng.randrange(EOS + 1, len(VOCABULARY))])]
+        moved, inserted, replaced = before + after + here, before + here + other + after, before + other + after
+        run_on = before + other * rng.randint(2, MAX_RESPONSE_TOKENS)
+        response = rng.choice([moved, inserted, replaced, run_on, before + after, before])
     response = sorted(response) if rng.random() < 0.7 else response
-    response = response if rng.random() < 0.1 else [*response, EOS]
-    return response if response != answer_ids else corrupt(answer_ids, token_ids, rng)
+    response = response[: MAX_RESPONSE_TOKENS - 1] + [EOS] * (rng.random() < 0.9)
+    return response if response and response != answer_ids else corrupt(answer_ids, rng)
 
 
 def padded(sequences: Sequence[list[int]], side: Literal["left", "right"] = "right") -> Tensor:
@@ -167,35 +176,7 @@ def greedy_accuracy(policy: LlamaForCausalLM, examples: Sequence[Example]) -> fl
     return float(((logits.argmax(-1) == targets) | ~is_answer).all(dim=1).float().mean())
 
 
-def optimizer_step(optimizer: torch.optim.Optimizer, loss: Tensor, lr: float) -> None:
-    """Update the parameters once, with their gradient clipped at norm 1."""
-    optimizer.zero_grad()
-    loss.backward()
-    nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 1.0)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-
-
-def train_policy(
-    settings: DemoSettings, train: Sequence[Example], heldout: Sequence[Example], rng: random.Random
-) -> LlamaForCausalLM:
-    """Return a policy trained with supervision until `policy_accuracy` on the held-out prompts."""
-    policy = LlamaForCausalLM(llama_config(settings))
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.policy_lr, weight_decay=0.0)
-    for step, batch in zip(range(settings.policy_steps), batches(train, settings.batch_size, rng), strict=False):
-        logits, targets, is_answer = response_logits(
-            policy, [e.prompt_ids for e in batch], [e.demonstration_ids for e in batch]
-        )
-        loss = F.cross_entropy(logits[is_answer], targets[is_answer])
-        optimizer_step(
-            optimizer, loss, settings.policy_lr * min(1.0, (step + 1) / 20, 2 * (1 - step / settings.policy_steps))
-        )
-            print(step + 1, loss.item(), greedy_accuracy(policy, heldout))
-    return policy
-
-
-def llama_config(settings: DemoSettings) -> LlamaConfig:
+def llama_config(settings: DemoSettings, **changes: Any) -> LlamaConfig:
     """Return the shape of both models."""
     num_heads = settings.hidden_size // settings.head_dim
     return LlamaConfig(
@@ -210,31 +191,58 @@ def llama_config(settings: DemoSettings) -> LlamaConfig:
         pad_token_id=PAD,
         bos_token_id=BOS,
         eos_token_id=EOS,
+        **changes,
     )
 
 
+def fit(model: nn.Module, losses: Iterator[Tensor], *, num_steps: int, lr: float) -> None:
+    """Minimise the losses, each computed when asked for; 20 steps of warm-up, linear decay over the second half."""
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    for step, loss in zip(range(num_steps), losses, strict=False):
+        optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 20, 2 * (1 - step / num_steps))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def train_policy(settings: DemoSettings, examples: Sequence[Example], rng: random.Random) -> LlamaForCausalLM:
+    """Return a policy that imitates the demonstrations."""
+    policy = LlamaForCausalLM(llama_config(settings))
+
+    def loss(batch: Sequence[Example]) -> Tensor:
+        prompts, responses = [e.prompt_ids for e in batch], [e.demonstration_ids for e in batch]
+        logits, targets, is_response = response_logits(policy, prompts, responses)
+        return F.cross_entropy(logits[is_response], targets[is_response])
+
+    losses = map(loss, batches(examples, settings.policy_batch_size, rng))
+    fit(policy, losses, num_steps=settings.policy_steps, lr=settings.policy_lr)
+    return policy.eval()
+
+
 @torch.no_grad()
-def sample(policy: LlamaForCausalLM, examples: Sequence[Example], max_tokens: int) -> list[list[int]]:
+def sample(policy: LlamaForCausalLM, examples: Sequence[Example]) -> list[list[int]]:
     """Return one response to each prompt, sampled at temperature 1; EOS included, padding removed."""
     prompts = padded([e.prompt_ids for e in examples], "left")
     tokens = policy.generate(
-        prompts, attention_mask=prompts != PAD, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=max_tokens
+        prompts,
+        attention_mask=prompts != PAD,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        max_new_tokens=MAX_RESPONSE_TOKENS,
     )
     responses = tokens[:, prompts.shape[1] :].tolist()
     return [r[: r.index(EOS) + 1] if EOS in r else r for r in responses]
 
 
 def make_pairs(
-    settings: DemoSettings, policy: LlamaForCausalLM, examples: Sequence[Example], rng: random.Random
+    policy: LlamaForCausalLM, examples: Sequence[Example], num_sampled: int, rng: random.Random
 ) -> list[Pair]:
-    """Return for each example a corrupted answer, and the policy's own response where that is wrong."""
-    responses = [
-        r
-        for i in range(0, len(examples), 2048)
-        for r in sample(policy, examples[i : i + 2048], settings.max_letters + 3)
-    ]
-    mistakes = [(e, r) for e, r in zip(examples, responses, strict=True) if r != e.answer_ids]
-    return mistakes + [(e, corrupt(e.answer_ids, range(EOS + 1, len(VOCABULARY)), rng)) for e in examples]
+    """Return for each example a corrupted answer, and the policy's own wrong responses to the first `num_sampled`."""
+    asked = examples[:num_sampled]
+    mistakes = [(e, r) for e, r in zip(asked, sample(policy, asked), strict=True) if r != e.answer_ids]
+    return mistakes + [(e, corrupt(e.answer_ids, rng)) for e in examples]
 
 
 def pair_scores(reward: LlamaForSequenceClassification, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
@@ -262,15 +270,114 @@ def pairwise_accuracy(reward: LlamaForSequenceClassification, pairs: Sequence[Pa
 def train_reward(
     settings: DemoSettings, policy: LlamaForCausalLM, pairs: Sequence[Pair], rng: random.Random
 ) -> LlamaForSequenceClassification:
-    """Return a reward model that grew out of the policy, trained with the Bradley-Terry loss."""
-    reward = LlamaForSequenceClassification(LlamaConfig(**{**policy.config.to_dict(), "num_labels": 1}))
+    """Return a reward model that starts as the policy and learns to prefer right responses (Bradley-Terry).
+
+    The loss compares scores after every token from the first difference on: free in a causal model, several signals per
+    pair, and it teaches the critic that starts from this model what an unfinished response is worth.
+    """
+    reward = LlamaForSequenceClassification(llama_config(settings, num_labels=1))
     reward.model.load_state_dict(policy.model.state_dict())
-    optimizer = torch.optim.AdamW(reward.parameters(), lr=settings.reward_lr, weight_decay=0.0)
-    for step, batch in zip(range(settings.reward_steps), batches(pairs, settings.batch_size, rng), strict=False):
+
+    def loss(batch: Sequence[Pair]) -> Tensor:
         (chosen, rejected), is_different = pair_scores(reward, batch)
-        loss = -F.logsigmoid(chosen - rejected)[is_different].mean()
-        optimizer_step(
-            optimizer, loss, settings.reward_lr * min(1.0, (step + 1) / 20, 2 * (1 - step / settings.reward_steps))
-        )
-            print(step + 1, loss.item(), float(chosen.detach().std()), float((chosen - rejected).mean()))
-    return reward
+        return -F.logsigmoid(chosen - rejected)[is_different].mean()
+
+    losses = map(loss, batches(pairs, settings.reward_batch_size, rng))
+    fit(reward, losses, num_steps=settings.reward_steps, lr=settings.reward_lr)
+    return reward.eval()
+
+
+def write_demo(folder: Path, settings: DemoSettings, seed: int, report: Callable[[str], None]) -> None:
+    """Build the demo into the folder.
+
+    Raises:
+        RuntimeError: a model misses its accuracy.
+    """
+    rng, tokenizer = random.Random(seed), make_tokenizer()
+    examples = make_examples(settings, tokenizer, rng)
+    train, heldout = examples[: settings.num_train], examples[settings.num_train :]
+    policy = train_policy(settings, train, rng)
+    accuracy, (low, high) = greedy_accuracy(policy, heldout), settings.accuracy_window
+    report(f"demo: policy of {policy.num_parameters():,} parameters, {accuracy:.1%} of held-out prompts right")
+    if not low <= accuracy <= high:
+        raise RuntimeError(f"the demo's policy has accuracy {accuracy:.3f}: must lie in [{low}, {high}]")
+
+    reward = train_reward(
+        settings, policy, make_pairs(policy, train[: settings.num_pairs], settings.num_sampled, rng), rng
+    )
+    preferred = pairwise_accuracy(reward, make_pairs(policy, heldout, len(heldout), rng))
+    report(f"demo: reward model prefers the right response in {preferred:.1%} of held-out pairs")
+    if preferred < settings.min_pairwise_accuracy:
+        raise RuntimeError(f"pairwise accuracy {preferred:.3f}: must be {settings.min_pairwise_accuracy} or more")
+
+    for name, model in {"policy": policy, "reward": reward}.items():
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    for name, rows in {"train": train, "heldout": heldout}.items():
+        lines = [json.dumps({"prompt": e.prompt, "answer": e.answer}) + "\n" for e in rows]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    (folder / "accuracy.json").write_text(json.dumps({"initial_accuracy": accuracy, "pairwise_accuracy": preferred}))
+
+
+@contextmanager
+def reproducible(seed: int) -> Iterator[None]:
+    """Seed torch and keep it to one thread inside; the caller's state returns at the end.
+
+    The result then does not depend on the number of cores. Two threads on two cores that others use too wait for each
+    other at every operation: 160 s for what takes one thread 20 s.
+    """
+    num_threads = torch.get_num_threads()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(num_threads)
+
+
+def build_demo(cache_dir: Path, *, seed: int = 0, report: Callable[[str], None] = print) -> DemoPaths:
+    """Return the demo's files; a second call with the same seed and code finds them in `cache_dir`."""
+    settings = DemoSettings()
+    content = f"{asdict(settings)} {seed} {Path(__file__).read_text()}"
+    folder = cache_dir / hashlib.sha256(content.encode()).hexdigest()[:16]
+    if not folder.exists():
+        report(f"demo: building task and models in {folder}, about a minute")
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache_dir) as scratch, reproducible(seed):
+            built = Path(scratch) / "demo"
+            built.mkdir()
+            write_demo(built, settings, seed, report)
+            try:
+                built.rename(folder)
+            except OSError:  # another process may have been first
+                if not folder.exists():
+                    raise
+    return DemoPaths(
+        policy=folder / "policy",
+        reward=folder / "reward",
+        train=folder / "train.jsonl",
+        heldout=folder / "heldout.jsonl",
+        **json.loads((folder / "accuracy.json").read_text()),
+    )
+
+
+def cache_dir() -> Path:
+    """Return HYBRID_RL_CACHE if set, else `~/.cache/hybrid_rl`."""
+    return Path(os.environ.get("HYBRID_RL_CACHE", Path.home() / ".cache" / "hybrid_rl"))
+
+
+def resolve_demo(config: Config, report: Callable[[str], None] = print) -> Config:
+    """Return the config with `demo:policy`, `demo:reward`, `demo:train` and `demo:heldout` replaced by built paths."""
+    words = [config.models.actor, config.models.reward, config.prompts.path, config.prompts.eval_path]
+    if not any(word in WORDS for word in words):
+        return config
+    paths = build_demo(cache_dir(), report=report)
+
+    def resolve(word: str) -> str:
+        return str(getattr(paths, word.removeprefix("demo:"))) if word in WORDS else word
+
+    models, prompts = config.models, config.prompts
+    models = replace(models, actor=resolve(models.actor), reward=models.reward and resolve(models.reward))
+    eval_path = prompts.eval_path and resolve(prompts.eval_path)
+    return replace(config, models=models, prompts=replace(prompts, path=resolve(prompts.path), eval_path=eval_path))
