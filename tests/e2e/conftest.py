@@ -1,0 +1,201 @@
+"""Small runs on the tiny models: the real loop in this process, or the real command in a process of its own."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from torch import Tensor
+
+from hybrid_rl import trainer
+from hybrid_rl.build import build
+from hybrid_rl.config import (
+    AdvantageConfig,
+    CheckpointConfig,
+    Config,
+    ModelsConfig,
+    OptimizerConfig,
+    PromptsConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    SyncConfig,
+    UpdateConfig,
+    as_dict,
+    validate,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "HYBRID_RL_TEST"
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Left:
+    """What a run leaves behind that must not depend on how it was run."""
+
+    metrics: list[dict[str, float]]
+    """A row per step, without what the clock decides."""
+    rollouts: list[list[dict[str, Any]]]
+    """Of each step, in the order of their prompts."""
+    state: dict[str, Any]
+    """Of the last checkpoint."""
+    weights: dict[str, dict[str, Tensor]] = dataclasses.field(default_factory=dict)
+    """Parameters of actor and critic; empty where another process held them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a process ended."""
+
+    code: int
+    output: str
+    """Of both streams."""
+    survivors: list[str]
+    """Command lines of processes that it started and that outlived it."""
+
+
+@pytest.fixture(scope="session")
+def make_config(tiny: Path) -> Callable[..., Config]:
+    """Return the settings of a run of PPO with four models in a folder; keywords replace fields of a section."""
+
+    def make(folder: Path, **sections: dict[str, Any]) -> Config:
+        config = Config(
+            run=RunConfig(name="run", dir=str(folder), num_steps=2, eval_every_steps=1),
+            models=ModelsConfig(actor=str(tiny / "policy"), reward=str(tiny / "reward")),
+            prompts=PromptsConfig(
+                path=str(tiny / "prompts.jsonl"), eval_path=str(tiny / "heldout.jsonl"), max_prompt_tokens=8
+            ),
+            # The hf engine starts at once and repeats itself exactly.
+            rollout=RolloutConfig(
+                engine="hf",
+                rollout_batch_size=4,
+                group_size=2,
+                max_response_tokens=12,
+                kv_cache_memory_bytes=64 << 20,
+                max_num_seqs=16,
+            ),
+            reward=RewardConfig(functions=["exact_match"]),
+            advantage=AdvantageConfig(kl_coef=0.05),
+            update=UpdateConfig(
+                mini_batch_size=4,
+                micro_batch_tokens=48,
+                actor=OptimizerConfig(lr=1e-3, warmup_steps=3),
+                critic=OptimizerConfig(lr=1e-3),
+            ),
+            sync=SyncConfig(bucket_bytes=16 << 10),
+            checkpoint=CheckpointConfig(every_steps=2, export=False),
+        )
+        changed = {name: dataclasses.replace(getattr(config, name), **fields) for name, fields in sections.items()}
+        return validate(dataclasses.replace(config, **changed))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def read_run() -> Callable[[Config], Left]:
+    """Read a run's folder."""
+
+    def read(config: Config) -> Left:
+        folder = config.run_dir
+        metrics = [
+            {k: v for k, v in row.items() if not k.startswith("time/") and k != "tokens_per_s"}
+            for row in _rows(folder / "metrics.jsonl")
+        ]
+        rollouts = [
+            sorted(_rows(path), key=lambda row: row["prompt_id"]) for path in sorted((folder / "rollouts").iterdir())
+        ]
+        latest = folder / "checkpoints" / (folder / "latest").read_text()
+        return Left(metrics=metrics, rollouts=rollouts, state=json.loads((latest / "state.json").read_text()))
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def train_here(read_run: Callable[[Config], Left]) -> Callable[[Config], Left]:
+    """Train in this process."""
+
+    def train(config: Config) -> Left:
+        run = build(config, trainer.RESIDENCY)
+        try:
+            with run.recorder:
+                trainer.loop(run)
+        finally:
+            run.close()
+        weights = {}
+        for name, engine in {"actor": run.actor, "critic": run.critic}.items():
+            with engine.gathered([name for name, _, _ in engine.named_shapes()]) as tensors:
+                weights[name] = {name: tensor.clone() for name, tensor in tensors.items()}
+        return dataclasses.replace(read_run(config), weights=weights)
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def run_python() -> Callable[..., Ended]:
+    """Run Python with some arguments in the checkout."""
+
+    def run(*arguments: str, timeout_s: float = 200.0) -> Ended:
+        mark = uuid.uuid4().hex
+        environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}  # those are this process's
+        environment |= {MARK: mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+        try:
+            ended = subprocess.run(
+                [sys.executable, *arguments],
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=timeout_s,
+            )
+            return Ended(code=ended.returncode, output=ended.stdout, survivors=_survivors(mark, patience_s=10))
+        finally:
+            for process in _marked(mark):
+                process.kill()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def launch(run_python: Callable[..., Ended]) -> Callable[..., Ended]:
+    """Run launch/colocated.py with a config and more arguments."""
+
+    def run(config: Config, *arguments: str) -> Ended:
+        path = Path(config.run.dir) / "settings.yaml"
+        path.write_text(yaml.safe_dump(as_dict(config)))
+        return run_python("launch/colocated.py", "--config", str(path), *arguments)
+
+    return run
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    """Return the processes, of any parent and session, whose environment holds the mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:  # it has ended, or is not ours
+            continue
+    return found
+
+
+def _survivors(mark: str, *, patience_s: float) -> list[str]:
+    end = time.monotonic() + patience_s
+    while (left := _marked(mark)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return [f"{process.pid} {process.name()}" for process in left]

@@ -1,0 +1,108 @@
+"""A run that was stopped and continued is the run that was never stopped, bit for bit."""
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from hybrid_rl.config import ConfigError, as_dict
+from launch import colocated
+
+DIE_IN_STEP_3 = """
+import os, signal
+from hybrid_rl import trainer
+from launch.colocated import parse
+
+learn_policy = trainer.learn_policy
+
+def die(run, batch, step):
+    if step == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return learn_policy(run, batch, step)
+
+trainer.learn_policy = die
+trainer.train(parse()[0])
+"""
+
+
+@pytest.fixture(scope="module")
+def four_steps(make_config, train_here, tmp_path_factory):
+    """What four steps without a stop leave. Their third is a short batch that ends the epoch of ten prompts."""
+    return train_here(make_config(tmp_path_factory.mktemp("whole"), run={"num_steps": 4}))
+
+
+def assert_same(run, expected) -> None:
+    assert [row["step"] for row in run.metrics] == [1, 2, 3, 4]
+    assert run.metrics == expected.metrics
+    assert run.rollouts == expected.rollouts
+    assert run.state == expected.state
+    for name in ("actor", "critic"):
+        for key, weight in expected.weights[name].items():
+            assert torch.equal(run.weights[name][key], weight), (name, key)
+
+
+def test_the_uninterrupted_run_is_worth_comparing_with(four_steps, tiny: Path):
+    assert [len(rows) for rows in four_steps.rollouts] == [8, 8, 4, 8]
+    assert sorted({row["prompt_id"] for rows in four_steps.rollouts[:3] for row in rows}) == list(range(10))
+    assert len({tuple(sorted(row.items())) for row in four_steps.metrics}) == 4
+    assert all(row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0 for row in four_steps.metrics)
+    place = four_steps.state["loader"]
+    assert (four_steps.state["step"], place["epoch"], place["position"]) == (4, 1, 4)
+
+
+def test_two_steps_and_two_more_are_four(four_steps, make_config, train_here, tmp_path):
+    first = train_here(make_config(tmp_path, run={"num_steps": 2}))
+    assert len(first.metrics) == 2
+    assert any(not torch.equal(w, four_steps.weights["actor"][name]) for name, w in first.weights["actor"].items())
+    assert_same(train_here(make_config(tmp_path, run={"num_steps": 4, "resume": "must"})), four_steps)
+
+
+def test_a_run_killed_in_step_3_goes_on_from_step_2(four_steps, make_config, train_here, run_python, tmp_path):
+    config = make_config(tmp_path, run={"num_steps": 4})
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(yaml.safe_dump(as_dict(config)))
+    ended = run_python("-c", DIE_IN_STEP_3, "--config", str(settings))
+    assert ended.code == -signal.SIGKILL, ended.output
+    assert not ended.survivors
+    assert (config.run_dir / "latest").read_text() == "step_000002"
+    assert_same(train_here(config), four_steps)
+
+
+def test_a_finished_run_has_nothing_left_to_do(four_steps, make_config, train_here, tmp_path):
+    config = make_config(tmp_path)
+    first = train_here(config)
+    again = train_here(config)
+    assert again.metrics == first.metrics and again.rollouts == first.rollouts
+    for name in ("actor", "critic"):
+        assert all(torch.equal(again.weights[name][key], weight) for key, weight in first.weights[name].items())
+
+
+def refused(config, tmp_path, monkeypatch, capsys) -> str:
+    """Return what the command prints before it ends with code 2."""
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(yaml.safe_dump(as_dict(config)))
+    monkeypatch.setattr(sys, "argv", ["colocated.py", "--config", str(settings)])
+    with pytest.raises(SystemExit) as ended:
+        colocated.main()
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_must_resume_without_a_checkpoint(make_config, tmp_path, monkeypatch, capsys):
+    config = make_config(tmp_path, run={"resume": "must"})
+    sentence = refused(config, tmp_path, monkeypatch, capsys)
+    assert sentence == f"error: run.resume = must: {config.run_dir} has no checkpoint\n"
+
+
+def test_checkpoint_of_another_number_of_ranks(make_config, train_here, tmp_path):
+    config = make_config(tmp_path, run={"num_steps": 1}, checkpoint={"every_steps": 1})
+    train_here(config)
+    folder = config.run_dir / "checkpoints" / "step_000001"
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(state | {"world_size": 2}))
+    with pytest.raises(ConfigError, match=r"step_000001 was written by 2 ranks, this run has 1$"):
+        train_here(config)
