@@ -1,6 +1,7 @@
 """Builds what a run is made of, in the order that keeps the GPU's peak low: the engine first, then each model."""
 
 import functools
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,6 +203,9 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
         steps_done = state["step"]
         data.loader.load_state_dict(state["loader"])
     recorder.open(steps_done + 1)
+    # DeepSpeed collects garbage in every offload; without this it walks all that vLLM and torch imported each time.
+    gc.collect()
+    gc.freeze()
     return Run(
         config=config,
         world=world,

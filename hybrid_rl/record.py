@@ -105,8 +105,9 @@ class Recorder:
         self.timeline.write(self._config.run_dir / _rank_name("timeline.json", self._world.rank))
 
     def summary(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
-        """Print the first and the last evaluation side by side."""
+        """Print the first and the last evaluation side by side, and keep both in summary.json."""
         if self._progress:
+            (self._config.run_dir / "summary.json").write_text(json.dumps({"before": before, "after": after}) + "\n")
             self._progress.__exit__(None, None, None)
             self._progress.summary(before, after)
 

@@ -47,6 +47,9 @@ def main(run_dir: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 4.5))
     axes.plot([r["step"] for r in rows], [r["reward"] for r in rows], label="mean reward of the step's responses")
     evaluated = [(r["step"] - 1, r["accuracy"]) for r in rows if "accuracy" in r]
+    summary = run_dir / "summary.json"
+    if summary.exists():
+        evaluated.append((rows[-1]["step"], json.loads(summary.read_text())["after"]["accuracy"]))
     if evaluated:
         axes.plot(*zip(*evaluated, strict=True), "o-", label="exact accuracy, held out, greedy")
     axes.set(xlabel="step", title=f"{run_dir.name} on {environment['device']}")
