@@ -1,0 +1,66 @@
+"""Two ranks train what one rank trains, whatever the batch leaves to each; a rank that fails ends all."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+UNEVEN = {
+    # 5 of 10 prompts: 3 for rank 0, 2 for rank 1. Mini-batches of 2 responses, so that a rank may hold none of one.
+    2: {"rollout_batch_size": 5},
+    # 3, 3, 3, 1: the last batch of the epoch leaves rank 1 without a prompt.
+    3: {"rollout_batch_size": 3},
+}
+
+FAILS_FOR_ONE_PROMPT = """
+from pathlib import Path
+
+def score(prompt, response):
+    if prompt.prompt_id == 7:
+        Path(__file__).with_name("failed").touch()
+        raise ValueError("seven is refused")
+    return 1.0
+"""
+
+
+def assert_close(left, expected) -> None:
+    """The same prompts, responses and rewards, and the same metrics but for the order in which numbers are added."""
+    for rows, wanted in zip(left.rollouts, expected.rollouts, strict=True):
+        assert [(r["prompt_id"], r["response"], r["num_tokens"]) for r in rows] == [
+            (r["prompt_id"], r["response"], r["num_tokens"]) for r in wanted
+        ]
+        assert [r["reward"] for r in rows] == pytest.approx([r["reward"] for r in wanted], rel=1e-4, abs=1e-6)
+    for row, wanted in zip(left.metrics, expected.metrics, strict=True):
+        assert row == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_two_ranks_train_what_one_does(make_config, train_here, read_run, launch, tmp_path, zero_stage):
+    settings = {
+        "run": {"num_steps": 4},
+        "rollout": UNEVEN[zero_stage],
+        "update": {"mini_batch_size": 2, "zero_stage": zero_stage},
+    }
+    one, two = (make_config(tmp_path / name, **settings) for name in ("one", "two"))
+    for config in (one, two):
+        Path(config.run.dir).mkdir()
+    ended = launch(two, "--num_processes", "2")
+    assert ended.code == 0, ended.output
+    assert not ended.survivors
+    assert_close(read_run(two), train_here(one))
+    assert (two.run_dir / "timeline_rank1.json").exists()
+
+
+def test_a_rank_that_fails_ends_the_launch(make_config, launch, tmp_path):
+    (tmp_path / "scorer.py").write_text(FAILS_FOR_ONE_PROMPT)
+    config = make_config(
+        tmp_path,
+        run={"eval_every_steps": 0},
+        rollout={"rollout_batch_size": 10},
+        reward={"functions": [f"{tmp_path / 'scorer.py'}:score"]},
+        update={"mini_batch_size": 20},
+    )
+    ended = launch(config, "--num_processes", "2")
+    assert time.time() - (tmp_path / "failed").stat().st_mtime < 60
+    assert ended.code > 0, ended.output
+    assert not ended.survivors
