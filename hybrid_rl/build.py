@@ -66,6 +66,7 @@ class Run:
 
     def close(self) -> None:
         """End the processes that belong to the run."""
+        gc.unfreeze()
         self.engine.close()
         for scorer in (self.data.scorer, self.data.eval_scorer):
             if scorer:

@@ -223,7 +223,7 @@ class CheckpointConfig:
     """What is saved, and how often."""
 
     every_steps: int = 50
-    """Steps between checkpoints; 0 saves none."""
+    """Steps between checkpoints, the last step always has one; 0 saves none."""
     keep_last: int = 2
     """Older checkpoints are deleted once a newer one is complete."""
     export: bool = True

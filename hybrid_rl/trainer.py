@@ -1,6 +1,7 @@
 """The whole run on one page: who is on the GPU in which phase, the loop, and what each phase does."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -43,32 +44,40 @@ def train(config: Config) -> Metrics:
 
 def loop(run: Run) -> Metrics:
     """Alternate the phases until all steps are done or the accuracy asked for is reached."""
-    config, memory = run.config, run.memory
+    config = run.config
     first: Metrics = {}
     last: Metrics = {}
     for step in range(run.steps_done + 1, config.run.num_steps + 2):
         is_over = step > config.run.num_steps
-        with memory.phase(SYNC, step):
+        with phase(run, SYNC, step):
             run.sync.push()
-        with memory.phase(ROLLOUT, step):
+        with phase(run, ROLLOUT, step):
             evaluation = evaluate(run, step, is_over)
             first, last = first or evaluation, evaluation or last
             if is_over or has_arrived(run, evaluation):
                 break
             rollouts = generate(run, step)
-        with memory.phase(SCORE, step):
+        with phase(run, SCORE, step):
             batch, sums, gap = score(run, rollouts)
-        with memory.phase(UPDATE_CRITIC, step):
+        with phase(run, UPDATE_CRITIC, step):
             critic_metrics = learn_values(run, batch, step)
-        with memory.phase(UPDATE_ACTOR, step):
+        with phase(run, UPDATE_ACTOR, step):
             actor_metrics = learn_policy(run, batch, step)
-        used = {f"memory/{phase.value}_bytes": float(value) for phase, value in memory.used_bytes.items()}
+        used = {f"memory/{where.value}_bytes": float(value) for where, value in run.memory.used_bytes.items()}
         run.recorder.step(step, rollouts, batch, sums, evaluation | gap | critic_metrics | actor_metrics | used)
         save(run, step)
     run.recorder.summary(first, last)
     if config.checkpoint.export:
         checkpoint.export(config.run_dir / "export", run.actor, run.data.tokenizer, run.world)
     return last
+
+
+@contextmanager
+def phase(run: Run, which: Phase, step: int) -> Iterator[None]:
+    """Open a phase and show it."""
+    run.recorder.show_phase(which.value)
+    with run.memory.phase(which, step):
+        yield
 
 
 def generate(run: Run, step: int) -> list[Rollout]:
@@ -175,9 +184,9 @@ def learn_policy(run: Run, batch: TrainBatch, step: int) -> Metrics:
 
 
 def save(run: Run, step: int) -> None:
-    """Write a checkpoint if one is due after this step."""
+    """Write a checkpoint if one is due after this step; the last step always is."""
     every = run.config.checkpoint.every_steps
-    if not every or step % every:
+    if not every or (step % every and step != run.config.run.num_steps):
         return
     engines = {"actor": run.actor} | ({"critic": run.critic} if run.critic else {})
     state = {"loader": run.data.loader.state_dict()}

@@ -55,8 +55,11 @@ def run_rank(config: Config) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local_rank] if visible else str(local_rank)
+    from transformers.utils import logging
+
     from hybrid_rl.trainer import train
 
+    logging.disable_progress_bar()
     train(config)
 
 

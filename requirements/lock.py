@@ -1,7 +1,7 @@
-"""Write a lock file from pip's own resolver: `python requirements/lock.py cpu` (or gpu), with the Python it is meant for.
+"""Write a lock file from pip's own resolver: `python requirements/lock.py cpu` (or gpu), with the Python it is for.
 
-The lock is installed with `--no-deps`. Packages in UNWANTED are asked for by vLLM's metadata but not needed to serve text;
-next to torch+cpu their PyPI builds fail to import, which breaks transformers' probing of them.
+The lock is installed with `--no-deps`. Packages in UNWANTED are asked for by vLLM's metadata but not needed to serve
+text; next to torch+cpu their PyPI builds fail to import, which breaks transformers' probing of them.
 """
 
 import json

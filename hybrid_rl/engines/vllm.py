@@ -16,7 +16,8 @@ from hybrid_rl.engines import Generation, Region, Sampling
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DEFAULTS = {
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "ERROR",  # a start prints thirty warnings that ask nothing of the user
+    "PYTHONWARNINGS": "ignore::FutureWarning",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # the trainer may have initialised CUDA
