@@ -41,7 +41,7 @@ def main(run_dir: Path) -> None:
     columns = [name for name in COLUMNS if any(name in row for row in rows)]
     with (RESULTS / f"{run_dir.name}.csv").open("w", newline="") as file:
         file.write("# " + ", ".join(f"{name} {value}" for name, value in environment.items()) + "\n")
-        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows({name: row.get(name, "") for name in columns} for row in rows)
     figure, axes = plt.subplots(figsize=(8, 4.5))
