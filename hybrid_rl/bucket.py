@@ -3,6 +3,7 @@
 import inspect
 import os
 import pickle
+import shutil
 import tempfile
 import weakref
 from collections.abc import Iterable, Sequence
@@ -67,6 +68,15 @@ def bucket_bytes(plan: list[list[Slot]]) -> int:
     return max(slot.offset + slot.nbytes for bucket in plan for slot in bucket)
 
 
+def _roomy_folder(num_bytes: int) -> str:
+    """Return where a file of that size can be mapped: memory if it has room, a container's may be 64 MiB."""
+    folders = [folder for folder in ("/dev/shm", tempfile.gettempdir()) if os.access(folder, os.W_OK)]
+    for folder in folders:
+        if shutil.disk_usage(folder).free > num_bytes:
+            return folder
+    raise OSError(f"no room for a bucket of {num_bytes} bytes in {' or '.join(folders)}; lower sync.bucket_bytes")
+
+
 class SharedBucket:
     """A uint8 buffer made here and opened once by another process: CUDA IPC on a GPU, a mapped file on a CPU."""
 
@@ -75,8 +85,7 @@ class SharedBucket:
         if device.type == "cuda":
             self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         else:
-            folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-            with tempfile.NamedTemporaryFile(prefix="hybrid_rl_", dir=folder, delete=False) as file:
+            with tempfile.NamedTemporaryFile(prefix="hybrid_rl_", dir=_roomy_folder(num_bytes), delete=False) as file:
                 self._path = file.name
             self.tensor = torch.from_file(self._path, shared=True, size=num_bytes, dtype=torch.uint8)
 

@@ -291,6 +291,25 @@ def _check_positive(config: Config) -> None:
             check(value > 0, f"{section}.{name} = {value}: must be greater than 0")
 
 
+def _check_not_negative(config: Config) -> None:
+    update = config.update
+    values = {
+        "run.eval_every_steps": config.run.eval_every_steps,
+        "reward.truncation_penalty": config.reward.truncation_penalty,
+        "advantage.kl_coef": config.advantage.kl_coef,
+        "update.clip_high": update.clip_high,
+        "update.value_clip": update.value_clip or 0,
+        "update.critic_warmup_steps": update.critic_warmup_steps,
+        "sync.num_verified": config.sync.num_verified,
+        "checkpoint.every_steps": config.checkpoint.every_steps,
+    }
+    for name in ("actor", "critic"):
+        optimizer = dataclasses.asdict(getattr(update, name))
+        values |= {f"update.{name}.{key}": value for key, value in optimizer.items() if isinstance(value, int | float)}
+    for key, value in values.items():
+        check(value >= 0, f"{key} = {value}: must not be negative")
+
+
 def validate(config: Config) -> Config:
     """Return the config if every rule that needs no file holds.
 
@@ -299,6 +318,7 @@ def validate(config: Config) -> Config:
     """
     rollout, update, advantage, reward = config.rollout, config.update, config.advantage, config.reward
     _check_positive(config)
+    _check_not_negative(config)
     check(bool(config.models.actor), "models.actor is empty: give a Hugging Face folder")
     check(bool(config.prompts.path), "prompts.path is empty: give a file, a dataset folder or reasoning_gym:<task>")
     check(

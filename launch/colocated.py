@@ -7,8 +7,10 @@ python launch/colocated.py --help                             every setting
 """
 
 import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,8 +92,14 @@ def launch(config: Config, num_processes: int | None) -> None:
     elastic_launch(agent, run_rank)(config)
 
 
+def end_cleanly(signal_number: int, _: FrameType | None) -> NoReturn:
+    """Turn a request to end into an exception, so that the engine and the scorers are ended too."""
+    sys.exit(128 + signal_number)
+
+
 def main() -> None:
     """Read the settings, check them, train."""
+    signal.signal(signal.SIGTERM, end_cleanly)
     config, num_processes = parse()
     try:
         from hybrid_rl.demo import resolve_demo

@@ -53,9 +53,21 @@ POSITIVE = [
     "sync.bucket_bytes",
     "checkpoint.keep_last",
 ]
+NOT_NEGATIVE = [
+    "run.eval_every_steps",
+    "reward.truncation_penalty",
+    "advantage.kl_coef",
+    "update.clip_high",
+    "update.value_clip",
+    "update.actor.lr",
+    "update.critic.warmup_steps",
+    "sync.num_verified",
+    "checkpoint.every_steps",
+]
 RULES: list[tuple[dict[str, Any], str]] = [
     *[({name: value}, f"{name} = {value}: must be greater than 0") for name in POSITIVE for value in (0, -3)],
     ({"rollout.temperature": float("nan")}, "rollout.temperature = nan: must be greater than 0"),
+    *[({name: -1}, f"{name} = -1: must not be negative") for name in NOT_NEGATIVE],
     ({"models.actor": ""}, "models.actor is empty: give a Hugging Face folder"),
     ({"prompts.path": ""}, "prompts.path is empty: give a file, a dataset folder or reasoning_gym:<task>"),
     (

@@ -185,6 +185,6 @@ class VllmEngine:
         self._awake.add(tag)
 
     def close(self) -> None:
-        """Let go of the trainer's bucket, for no CUDA handle should outlive its producer, and end the engine process."""
+        """Let go of the trainer's bucket, for no CUDA handle should outlive its producer, and end the process."""
         self._llm.collective_rpc("hybrid_close_bucket")
         self._llm.llm_engine.engine_core.shutdown()
