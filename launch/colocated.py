@@ -99,7 +99,8 @@ def end_cleanly(signal_number: int, _: FrameType | None) -> NoReturn:
 
 def main() -> None:
     """Read the settings, check them, train."""
-    signal.signal(signal.SIGTERM, end_cleanly)
+    for request in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(request, end_cleanly)
     config, num_processes = parse()
     try:
         from hybrid_rl.demo import resolve_demo
