@@ -29,7 +29,7 @@ class Progress:
         self._shown: dict[str, str] = {}
         self._start = time.monotonic()
         self._bar = rich.progress.Progress(
-            rich.progress.TextColumn("{task.fields[phase]:<8}"),
+            rich.progress.TextColumn("{task.fields[phase]:<13}"),
             rich.progress.BarColumn(bar_width=20),
             rich.progress.MofNCompleteColumn(),
             rich.progress.TextColumn("{task.fields[values]}"),
