@@ -81,10 +81,17 @@ def make_pool(names, weights=None, *, timeout_s=5.0, num_workers=1, on_error="ze
     return ScorerPool(names, weights, timeout_s=timeout_s, num_workers=num_workers, on_error=on_error)
 
 
-def num_children():
-    """Return how many child processes this one has, zombies included."""
+def children():
+    """Return the ids of this process's child processes, zombies included."""
     listing = subprocess.run(["ps", "-o", "pid=,comm=", "--ppid", str(os.getpid())], capture_output=True, text=True)
-    return sum("ps" not in line.split() for line in listing.stdout.splitlines())
+    return {line.split()[0] for line in listing.stdout.splitlines() if "ps" not in line.split()}
+
+
+@pytest.fixture
+def num_children():
+    """How many child processes this one has more than when the test began: other tests leave helpers of their own."""
+    before = children()
+    return lambda: len(children() - before)
 
 
 # --- rules
@@ -207,7 +214,7 @@ def test_scores_are_weighted_sums_in_order(scorers):
         ("holds_gil", r"took longer than reward\.timeout_s = 0\.5"),
     ],
 )
-def test_failures_are_counted_or_stop_the_run(name, reason, scorers, caplog):
+def test_failures_are_counted_or_stop_the_run(num_children, name, reason, scorers, caplog):
     names = scorers("length", name, "exact_match")
     with make_pool(names, timeout_s=0.5) as pool, caplog.at_level(logging.WARNING):
         result = pool.score(make_rollouts(2))
@@ -264,7 +271,7 @@ def test_file_that_no_longer_loads_stops_the_run(scorers, tmp_path):
             pool.score(make_rollouts())
 
 
-def test_processes_start_late_stay_and_end(scorers):
+def test_processes_start_late_stay_and_end(num_children, scorers):
     pool = make_pool(scorers("process_id"), num_workers=3)
     assert num_children() == 0
     first = set(pool.score(make_rollouts(30)).scores)
