@@ -6,9 +6,11 @@ python launch/colocated.py --config my.yaml --update.actor.lr 1e-6
 python launch/colocated.py --help                             every setting
 """
 
+import logging
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -54,15 +56,24 @@ def parse(arguments: list[str] | None = None) -> tuple[Config, int | None]:
 def run_rank(config: Config) -> None:
     """Train as the rank that the environment describes, seeing only its own GPU."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    is_alone = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 1
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+    if not is_alone:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local_rank] if visible else str(local_rank)
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
     from hybrid_rl.trainer import train
 
-    logging.disable_progress_bar()
-    train(config)
+    disable_progress_bar()
+    try:
+        train(config)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except Exception:
+        if not is_alone:  # torch's agent would show one failed rank, perhaps one that only lost its neighbour
+            traceback.print_exc()
+        raise
 
 
 def num_visible_gpus() -> int:
@@ -78,8 +89,11 @@ def launch(config: Config, num_processes: int | None) -> None:
     if num_processes == 1:
         run_rank(config)
         return
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):  # the ranks print their own errors
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     agent = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -89,7 +103,12 @@ def launch(config: Config, num_processes: int | None) -> None:
         run_id=config.run.name,
         max_restarts=0,
     )
-    elastic_launch(agent, run_rank)(config)
+    try:
+        elastic_launch(agent, run_rank)(config)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        print(f"rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr)
+        sys.exit(failure.exitcode)
 
 
 def end_cleanly(signal_number: int, _: FrameType | None) -> NoReturn:

@@ -43,6 +43,7 @@ def engine_environment() -> Iterator[None]:
         for name in _ALLOCATOR_VARIABLES:
             if name in os.environ:
                 os.environ[name] = without_expandable_segments(os.environ[name])
+        os.environ["HYBRID_RL_TRAINER_PID"] = str(os.getpid())
         for name, value in (_DEFAULTS if torch.cuda.is_available() else _DEFAULTS | _CPU_DEFAULTS).items():
             os.environ.setdefault(name, value)
         yield

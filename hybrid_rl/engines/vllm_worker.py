@@ -1,7 +1,11 @@
 """What runs inside the vLLM worker process: it maps the trainer's bucket and copies from it into the live weights."""
 
 import gc
+import logging
+import os
 import pickle
+import select
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid_rl.bucket import Slot, checksum, open_shared
 from hybrid_rl.engines import Region
+
+logger = logging.getLogger(__name__)
 
 
 class CopyRecorder(TorchDispatchMode):
@@ -54,6 +60,27 @@ def keep_cpu_weights_plain() -> None:
         layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
 
     layer_utils.dispatch_cpu_unquantized_gemm = plain_linear
+
+
+def end_with_trainer() -> None:
+    """End this process, and with it the engine, when the trainer ends, even by SIGKILL.
+
+    vLLM would wait for requests for ever and keep the device's memory.
+    """
+    trainer = int(os.environ.get("HYBRID_RL_TRAINER_PID", os.getpid()))
+    if trainer == os.getpid():
+        return
+    try:
+        descriptor = os.pidfd_open(trainer)
+    except OSError as error:  # a sandbox may forbid it; only a killed trainer would leave its engine then
+        logger.warning("cannot watch the trainer process %d: %s", trainer, error)
+        return
+
+    def watch() -> None:
+        select.select([descriptor], [], [])  # readable once it has ended
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end_with_trainer", daemon=True).start()
 
 
 class WeightReceiver:
@@ -135,5 +162,6 @@ class WeightReceiver:
         torch.manual_seed(seed)
 
 
+end_with_trainer()
 if not torch.cuda.is_available():
     keep_cpu_weights_plain()

@@ -62,5 +62,14 @@ def test_a_rank_that_fails_ends_the_launch(make_config, launch, tmp_path):
     )
     ended = launch(config, "--num_processes", "2")
     assert time.time() - (tmp_path / "failed").stat().st_mtime < 60
-    assert ended.code > 0, ended.output
+    assert ended.code > 0
+    assert "prompt_id 7" in ended.output and "seven is refused" in ended.output, ended.output
     assert not ended.survivors
+
+
+def test_a_setting_that_cannot_work_ends_with_its_sentence(make_config, launch, tmp_path):
+    config = make_config(tmp_path, run={"resume": "must"})
+    ended = launch(config, "--num_processes", "2")
+    assert ended.code == 2
+    assert f"error: run.resume = must: {config.run_dir} has no checkpoint\n" in ended.output
+    assert "Traceback" not in ended.output
