@@ -24,6 +24,11 @@ class SyncReport:
     version: int
     num_bytes: int
     num_verified: int
+    """Tensors whose checksums were compared."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return it as a step's metrics."""
+        return {"sync/version": self.version, "sync/bytes": self.num_bytes, "sync/num_verified": self.num_verified}
 
 
 class WeightSync(Protocol):

@@ -50,7 +50,7 @@ def loop(run: Run) -> Metrics:
     for step in range(run.steps_done + 1, config.run.num_steps + 2):
         is_over = step > config.run.num_steps
         with phase(run, SYNC, step):
-            run.sync.push()
+            pushed = run.sync.push()
         with phase(run, ROLLOUT, step):
             evaluation = evaluate(run, step, is_over)
             first, last = first or evaluation, evaluation or last
@@ -63,8 +63,8 @@ def loop(run: Run) -> Metrics:
             critic_metrics = learn_values(run, batch, step)
         with phase(run, UPDATE_ACTOR, step):
             actor_metrics = learn_policy(run, batch, step)
-        used = {f"memory/{where.value}_bytes": float(value) for where, value in run.memory.used_bytes.items()}
-        run.recorder.step(step, rollouts, batch, sums, evaluation | gap | critic_metrics | actor_metrics | used)
+        state = pushed.metrics() | {f"memory/{where.value}_bytes": n for where, n in run.memory.used_bytes.items()}
+        run.recorder.step(step, rollouts, batch, sums, evaluation | gap | critic_metrics | actor_metrics | state)
         save(run, step)
     run.recorder.summary(first, last)
     if config.checkpoint.export:

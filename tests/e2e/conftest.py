@@ -1,12 +1,11 @@
 """Small runs on the tiny models: the real loop in this process, or the real command in a process of its own."""
 
+import ctypes
 import dataclasses
 import json
 import os
 import subprocess
 import sys
-import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ from hybrid_rl.config import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "HYBRID_RL_TEST"
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -61,7 +59,7 @@ class Ended:
     output: str
     """Of both streams."""
     survivors: list[str]
-    """Command lines of processes that it started and that outlived it."""
+    """Processes that it started and that outlived it."""
 
 
 @pytest.fixture(scope="session")
@@ -141,27 +139,31 @@ def train_here(read_run: Callable[[Config], Left]) -> Callable[[Config], Left]:
 
 
 @pytest.fixture(scope="session")
-def run_python() -> Callable[..., Ended]:
+def run_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:
     """Run Python with some arguments in the checkout."""
 
     def run(*arguments: str, timeout_s: float = 200.0) -> Ended:
-        mark = uuid.uuid4().hex
+        output = tmp_path_factory.mktemp("output") / "output.txt"  # not a pipe, which survivors would keep open
         environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}  # those are this process's
-        environment |= {MARK: mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+        before = set(_descendants())
+        _adopt_orphans(True)
         try:
             ended = subprocess.run(
                 [sys.executable, *arguments],
                 cwd=ROOT,
                 env=environment,
-                stdout=subprocess.PIPE,
+                stdout=output.open("w"),
                 stderr=subprocess.STDOUT,
-                text=True,
                 timeout=timeout_s,
             )
-            return Ended(code=ended.returncode, output=ended.stdout, survivors=_survivors(mark, patience_s=10))
+            survivors = _survivors(before, patience_s=20)
+            return Ended(code=ended.returncode, output=output.read_text(), survivors=survivors)
         finally:
-            for process in _marked(mark):
+            for process in set(_descendants()) - before:
                 process.kill()
+                process.wait()
+            _adopt_orphans(False)
 
     return run
 
@@ -182,20 +184,18 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _marked(mark: str) -> list[psutil.Process]:
-    """Return the processes, of any parent and session, whose environment holds the mark."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:  # it has ended, or is not ours
-            continue
-    return found
+def _adopt_orphans(is_wanted: bool) -> None:
+    """Become the parent of what our children leave behind, whatever session or name it has; or cease to."""
+    pr_set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(pr_set_child_subreaper, int(is_wanted), 0, 0, 0)
 
 
-def _survivors(mark: str, *, patience_s: float) -> list[str]:
-    end = time.monotonic() + patience_s
-    while (left := _marked(mark)) and time.monotonic() < end:
-        time.sleep(0.1)
-    return [f"{process.pid} {process.name()}" for process in left]
+def _descendants() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def _survivors(before: set[psutil.Process], *, patience_s: float) -> list[str]:
+    """Return the names of new descendants that do not end within some time."""
+    new = [process for process in _descendants() if process not in before]
+    _, alive = psutil.wait_procs(new, timeout=patience_s)
+    return [f"{process.pid} {process.name()}" for process in alive]
