@@ -42,7 +42,7 @@ class Left:
     """What a run leaves behind that must not depend on how it was run."""
 
     metrics: list[dict[str, float]]
-    """A row per step, without what the clock decides."""
+    """A row per step, without what the clock decides and what counts the hand-overs of one engine's life."""
     rollouts: list[list[dict[str, Any]]]
     """Of each step, in the order of their prompts."""
     state: dict[str, Any]
@@ -106,7 +106,7 @@ def read_run() -> Callable[[Config], Left]:
     def read(config: Config) -> Left:
         folder = config.run_dir
         metrics = [
-            {k: v for k, v in row.items() if not k.startswith("time/") and k != "tokens_per_s"}
+            {k: v for k, v in row.items() if not k.startswith(("time/", "sync/")) and k != "tokens_per_s"}
             for row in _rows(folder / "metrics.jsonl")
         ]
         rollouts = [

@@ -25,7 +25,7 @@ from hybrid_rl.config import Config
 from hybrid_rl.engines import Generation, Sampling
 from hybrid_rl.memory import Phase, PhaseError
 from hybrid_rl.score import Packing, token_logprobs
-from hybrid_rl.sync import SyncError
+from hybrid_rl.sync import SyncError, SyncReport
 from launch.colocated import parse
 
 VICTIM = "model.layers.1.mlp.up_proj.weight"
@@ -113,9 +113,10 @@ def live(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFa
     run, names = live.run, [name for name, _, _ in live.run.actor.named_shapes()]
     push, write = run.sync.push, run.recorder.step
 
-    def watched_push() -> None:
-        push()
+    def watched_push() -> SyncReport:
+        report = push()
         live.pushed += run.engine.checksums(names)
+        return report
 
     def watched_write(step: int, rollouts: list[Rollout], batch: TrainBatch, *metrics: dict[str, float]) -> None:
         live.batches.append(batch)
@@ -314,6 +315,7 @@ def test_metrics_describe_the_batches(live: Live):
         assert row["kl"] == pytest.approx(float(kl), abs=1e-6)
         assert 0 <= row["accuracy"] <= 1 and row["rollout/logprob_gap"] < 1e-5
         assert row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0
+        assert (row["sync/version"], row["sync/num_verified"]) == (row["step"], 20 if row["step"] == 1 else 8)
         assert sum(row[f"time/{phase}"] for phase in PHASES) <= row["time/step"] + row["time/sync"]
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[1]["kl"] != pytest.approx(0, abs=1e-6)
 
