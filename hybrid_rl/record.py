@@ -43,7 +43,12 @@ class Recorder:
         (self._config.run_dir / "config.yaml").write_text(yaml.safe_dump(as_dict(self._config), sort_keys=False))
         (self._config.run_dir / "environment.json").write_text(json.dumps(_environment(self._world), indent=1) + "\n")
         self._writer = MetricsWriter(self._config.run_dir, resume_step=first_step)
-        self._progress = Progress(self._config.run.num_steps, first_step, Console())
+        console, num_steps = Console(), self._config.run.num_steps
+        if first_step > num_steps:
+            console.print(
+                f"all {num_steps} steps of {self._config.run_dir} are done: nothing to train", highlight=False
+            )
+        self._progress = Progress(num_steps, first_step, console)
         self._progress.__enter__()
         self._started = time.monotonic()
 

@@ -73,6 +73,12 @@ def test_files_of_a_run(config: Config) -> None:
     assert list((folder / "tensorboard").iterdir())
 
 
+def test_a_finished_run_says_so(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    with Recorder(config, ALONE) as recorder:
+        recorder.open(4)
+    assert "all 3 steps of" in capsys.readouterr().out
+
+
 def test_a_resumed_run_writes_its_steps_once(config: Config) -> None:
     write_steps(config, 1, 3)
     write_steps(config, 2, 3)

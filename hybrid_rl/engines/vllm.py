@@ -188,4 +188,5 @@ class VllmEngine:
     def close(self) -> None:
         """Let go of the trainer's bucket, for no CUDA handle should outlive its producer, and end the process."""
         self._llm.collective_rpc("hybrid_close_bucket")
-        self._llm.llm_engine.engine_core.shutdown()
+        # By default it is killed after 5 s, too soon on busy cores, and its shared memory stays until the trainer ends.
+        self._llm.llm_engine.engine_core.shutdown(timeout=60.0)
