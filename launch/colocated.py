@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]  # so that a checkout runs wit
 
 from jsonargparse import ArgumentParser, set_parsing_settings  # noqa: E402
 
-from hybrid_rl.config import Config, ConfigError, validate  # noqa: E402
+from hybrid_rl.config import Config, ConfigError, check, validate  # noqa: E402
 
 DEMO = ROOT / "launch" / "configs" / "demo.yaml"
 
@@ -85,7 +85,11 @@ def num_visible_gpus() -> int:
 
 def launch(config: Config, num_processes: int | None) -> None:
     """Run one process per rank under torch's elastic agent; a single rank runs in this process."""
-    num_processes = num_processes or max(1, num_visible_gpus())
+    num_gpus = num_visible_gpus()
+    num_processes = num_processes or max(1, num_gpus)
+    check(
+        not num_gpus or num_processes <= num_gpus, f"--num_processes {num_processes}: only {num_gpus} GPUs are visible"
+    )
     if num_processes == 1:
         run_rank(config)
         return

@@ -428,3 +428,9 @@ def test_prompt_that_is_too_long(start):
 def test_resume_without_a_checkpoint(start, tmp_path):
     sentence = start("--run.resume", "must").sentence()
     assert sentence == f"run.resume = must: {tmp_path / 'runs' / 'demo'} has no checkpoint"
+
+
+def test_more_processes_than_visible_gpus_are_refused(colocated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(colocated, "num_visible_gpus", lambda: 2)
+    with pytest.raises(ConfigError, match="--num_processes 4: only 2 GPUs are visible"):
+        colocated.launch(Config(), 4)
