@@ -41,6 +41,10 @@ class World:
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return int(value)
 
+    def in_step(self, pieces: list[list[int]]) -> list[list[int]]:
+        """Return the pieces with empty ones added, so that every rank has as many and joins the others' collectives."""
+        return pieces + [[]] * (self.max(len(pieces)) - len(pieces))
+
     def gather(self, item: Any) -> list[Any]:
         """Return every rank's picklable item, in rank order, on every rank."""
         if self.size == 1:

@@ -35,9 +35,7 @@ class LogprobGapError(RuntimeError):
 @torch.no_grad()
 def each_packed(batch: TrainBatch, packing: Packing, run: Callable[[Packed], None]) -> None:
     """Call run on the whole batch in packed pieces; every rank makes the same number of calls."""
-    pieces = split(batch.sequence_lengths, packing.max_tokens)
-    pieces += [[]] * (packing.world.max(len(pieces)) - len(pieces))
-    for rows in pieces:
+    for rows in packing.world.in_step(split(batch.sequence_lengths, packing.max_tokens)):
         run(pack(batch, rows, packing.world.device))
 
 

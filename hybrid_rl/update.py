@@ -57,8 +57,7 @@ def _micro_batches(
     batch: TrainBatch, rows: list[int], config: UpdateConfig, world: World
 ) -> Iterator[tuple[Packed, bool]]:
     """Yield (packed, is_last) over some rows; every rank yields equally often, a rank's last ones may be dummies."""
-    pieces = split(batch.sequence_lengths, config.micro_batch_tokens, rows)
-    pieces += [[]] * (world.max(len(pieces)) - len(pieces))
+    pieces = world.in_step(split(batch.sequence_lengths, config.micro_batch_tokens, rows))
     for place, piece in enumerate(pieces):
         yield pack(batch, piece, world.device), place == len(pieces) - 1
 
