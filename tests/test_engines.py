@@ -2,6 +2,9 @@
 
 import copy
 import math
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import Sampling
 from hybrid_rl.engines.deepspeed import TrainEngine, lr_factor
 from hybrid_rl.engines.hf import HfEngine
+from hybrid_rl.engines.vllm import remove_shared_memory
 from hybrid_rl.models import Actor, load_actor, packed_inputs
 
 CPU = torch.device("cpu")
@@ -338,3 +342,23 @@ def test_engine_takes_the_weights_it_is_given(engine, model):
 def test_tensor_that_the_engine_does_not_know_is_named(engine, model):
     with pytest.raises(RuntimeError, match=r"takes these trainer tensors: base_layer\.weight"):
         push(engine, {"base_layer.weight": torch.ones(3)})
+
+
+def test_shared_memory_of_a_killed_process_is_removed():
+    source = """
+import os, signal
+from multiprocessing.shared_memory import SharedMemory
+from hybrid_rl.engines.vllm_worker import mapped_shared_memory
+block = SharedMemory(create=True, size=4096)
+assert mapped_shared_memory() == {block.name}
+print(block.name, flush=True)
+from multiprocessing import resource_tracker
+resource_tracker.unregister(block._name, "shared_memory")  # as where the tracker is the trainer's, which lives on
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    name = ended.stdout.strip()
+    assert Path("/dev/shm", name).exists()
+    remove_shared_memory([name, "psm_nothing"])
+    assert not Path("/dev/shm", name).exists()

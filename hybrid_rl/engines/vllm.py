@@ -3,8 +3,9 @@
 import inspect
 import os
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 import torch
@@ -50,6 +51,17 @@ def engine_environment() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def remove_shared_memory(names: Iterable[str]) -> None:
+    """Remove blocks of multiprocessing.shared_memory that ended processes left; names that are gone are passed over."""
+    for name in names:
+        try:
+            block = SharedMemory(name)
+        except FileNotFoundError:
+            continue
+        block.close()
+        block.unlink()
 
 
 class VllmEngine:
@@ -187,6 +199,6 @@ class VllmEngine:
 
     def close(self) -> None:
         """Let go of the trainer's bucket, for no CUDA handle should outlive its producer, and end the process."""
-        self._llm.collective_rpc("hybrid_close_bucket")
-        # By default it is killed after 5 s, too soon on busy cores, and its shared memory stays until the trainer ends.
-        self._llm.llm_engine.engine_core.shutdown(timeout=60.0)
+        queues: set[str] = set().union(*map(pickle.loads, self._llm.collective_rpc("hybrid_close_bucket")))
+        self._llm.llm_engine.engine_core.shutdown(timeout=60.0)  # by default it is killed after 5 s
+        remove_shared_memory(queues)

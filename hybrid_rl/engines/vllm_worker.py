@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import pickle
+import re
 import select
 import threading
 from collections.abc import Callable, Sequence
@@ -83,6 +84,12 @@ def end_with_trainer() -> None:
     threading.Thread(target=watch, name="end_with_trainer", daemon=True).start()
 
 
+def mapped_shared_memory() -> set[str]:
+    """Return the names of the multiprocessing.shared_memory blocks that this process maps."""
+    with open("/proc/self/maps") as maps:
+        return set(re.findall(r"/dev/shm/(psm_\w+)$", maps.read(), re.MULTILINE))
+
+
 class WeightReceiver:
     """Mixed into the vLLM worker through `worker_extension_cls`; its methods are called with collective_rpc.
 
@@ -152,10 +159,15 @@ class WeightReceiver:
         held = {name: [(region, checksum(view)) for view, region in self._routes[name]] for name in names}
         return pickle.dumps(held)
 
-    def hybrid_close_bucket(self) -> None:
-        """Unmap the trainer's bucket; nothing can be received afterwards."""
+    def hybrid_close_bucket(self) -> bytes:
+        """Unmap the trainer's bucket, after which nothing can be received; return the queues' shared memory, pickled.
+
+        A queue is removed by its owner's finalizer, which a process that was killed, or cut short on busy cores, never
+        runs. Both ends of every queue are mapped here, so the trainer learns the names from this process.
+        """
         self._plan, self._bucket, self._routes = [], None, {}
         gc.collect()
+        return pickle.dumps(mapped_shared_memory())
 
     def hybrid_seed(self, seed: int) -> None:
         """Seed this worker's own generator."""
