@@ -24,8 +24,22 @@ class RunConfig:
     """Evaluate on `prompts.eval_path` before step 1, every this many steps and after the last; 0 turns it off."""
     eval_function: str = "exact_match"
     """Rule function of an evaluation, as in `reward.functions`; a score of at least 1 counts as right."""
+    eval_samples: int = 1
+    """Responses per held-out prompt: 1 is greedy, more are sampled at `rollout.temperature` and give pass@k too."""
     stop_at_accuracy: float | None = None
     """End the run when an evaluation reaches this exact accuracy; null runs all steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters on actor and critic: only they learn, and the reference is the actor without its adapter."""
+
+    rank: int = 0
+    """Of every adapter; 0 trains all weights."""
+    alpha: float = 32.0
+    """The adapter's product is scaled by alpha / rank."""
+    target_modules: list[str] | None = None
+    """Names of the linear layers that get one; null is every linear layer but the head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +51,13 @@ class ModelsConfig:
     critic: str | None = None
     """Initial critic; null takes the reward model, else the actor with a zero value head."""
     reference: str | None = None
-    """Frozen policy of the KL penalty; null takes the actor's initial weights. Unused when `advantage.kl_coef` is 0."""
+    """Policy of the KL penalty; null takes the actor's initial weights. Never loaded when `advantage.kl_coef` is 0."""
+    reference_every_steps: int = 0
+    """Steps between updates of the reference, reference = (1 - alpha) reference + alpha actor; 0 keeps it frozen."""
+    reference_alpha: float = 0.6
+    """Share of the actor in such an update, in (0, 1]."""
+    ema_decay: float | None = None
+    """Keep ema = decay * ema + (1 - decay) * actor on the host after every step, and export it beside the actor."""
     reward: str | None = None
     """Frozen sequence classifier with one label; null when `reward.functions` scores alone."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -46,6 +66,7 @@ class ModelsConfig:
     """auto takes flash-attn where it is installed, else torch's varlen kernel on a GPU, else SDPA."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, about a third more compute."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +83,8 @@ class PromptsConfig:
     """Ground truth for rule rewards and exact accuracy; null when the data has none."""
     system_message: str | None = None
     """Put before every chat prompt; needs chat messages or `chat: true`."""
+    template_path: str | None = None
+    """Conversation template (JSON: chat_template, system_message, stop_ids, end_of_assistant, response_format_tags)."""
     chat: bool = False
     """Wrap text prompts as one user message and apply the tokenizer's chat template."""
     max_prompt_tokens: int = 512
@@ -94,6 +117,12 @@ class RolloutConfig:
     """Divides the logits, in the engine and in the trainer."""
     stop_token_ids: list[int] = field(default_factory=list)
     """End a response like EOS, beside the EOS ids of tokenizer and generation config."""
+    stop_strings: list[str] = field(default_factory=list)
+    """End a response as soon as its text contains one of them, which stays in the response."""
+    keep_scores: tuple[float, float] | None = None
+    """DAPO's dynamic filtering: keep the groups whose mean score lies strictly between; null keeps all."""
+    max_refills: int = 8
+    """Further batches of prompts that may be drawn in a step to replace filtered groups."""
     seed_per_request: bool = True
     """Reproducible samples whatever the batching; false samples from one engine-wide generator, faster on a GPU."""
     kv_cache_memory_bytes: int | None = 1 << 30
@@ -115,11 +144,19 @@ class RewardConfig:
     """What a response is worth: the sum of the reward model (if any) and the weighted rule functions."""
 
     functions: list[str] = field(default_factory=list)
-    """exact_match, last_number, reasoning_gym (the task's own scorer), or `path.py:function`."""
+    """exact_match, last_number, math, gsm8k, think_format, reasoning_gym (the task's scorer) or `path.py:function`."""
     weights: list[float] | None = None
     """One per function; null is 1 for each."""
     model_weight: float = 1.0
     """Factor on the reward model's score."""
+    remote_urls: list[str] = field(default_factory=list)
+    """HTTP reward services; a batch is spread over them, and a failed part goes to the next one."""
+    remote_weight: float = 1.0
+    """Factor on the remote score."""
+    remote_timeout_s: float = 60.0
+    """Per request."""
+    remote_retries: int = 3
+    """Further attempts of a failed request, each at the next service, with growing pauses."""
     timeout_s: float = 10.0
     """Per response, for all functions together; a slower scorer is killed."""
     on_error: Literal["raise", "zero"] = "raise"
@@ -128,24 +165,46 @@ class RewardConfig:
     """Scorer processes per rank."""
     truncation_penalty: float = 0.0
     """Subtracted from the reward of a truncated response."""
+    overlong_buffer: int = 0
+    """DAPO's soft limit: the penalty grows over the last this many tokens before `max_response_tokens`; 0 is off."""
+    overlong_penalty: float = 1.0
+    """Subtracted at the end of that buffer."""
+    clip: float | None = None
+    """The sum of all rewards is cut to [-clip, clip]; null leaves it."""
+    normalize: bool = False
+    """Divide by the running standard deviation of all rewards seen, after subtracting their running mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
     """From rewards to advantages."""
 
-    estimator: Literal["gae", "grpo", "rloo", "dr_grpo"] = "gae"
-    """gae trains a critic; the others compare the responses of a group and need `rollout.group_size` >= 2."""
+    estimator: Literal["gae", "grpo", "rloo", "dr_grpo", "opo", "reinforce_pp", "reinforce_pp_baseline", "remax"] = (
+        "gae"
+    )
+    """gae trains a critic; reinforce_pp and remax take any group size; the others compare the responses of a group."""
     gamma: float = 1.0
     """Discount per token, in [0, 1]."""
     gae_lambda: float = 0.95
     """Bias against variance of GAE, in [0, 1]."""
+    critic_lambda: float | None = None
+    """Another lambda for the critic's targets (VAPO uses 1); null takes `gae_lambda`, the length-adaptive one too."""
+    length_adaptive_alpha: float | None = None
+    """GAE's lambda becomes 1 - 1 / (alpha * response length) for the actor (VAPO uses 0.05); null is off."""
     kl_coef: float = 0.0
-    """Factor on the KL estimate to the reference, subtracted from every token's reward."""
+    """Factor on the KL estimate to the reference; 0 loads no reference."""
+    kl_in: Literal["reward", "loss"] = "reward"
+    """Subtract the KL from every token's reward, or add it to the actor's loss."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """See hybrid_rl.loss.kl_estimate."""
+    kl_unbiased: bool = False
+    """Weight the KL in the loss by the ratio to the sampling policy: its gradient is the KL's own."""
+    kl_target: float | None = None
+    """Adapt `kl_coef` so that the KL per response approaches this; null keeps it."""
+    kl_horizon: int = 10_000
+    """Responses over which it adapts."""
     whiten: bool = True
-    """Give GAE advantages mean 0 and variance 1 over the whole step, all ranks."""
+    """Give advantages mean 0 and variance 1 over the whole step, all ranks (gae, reinforce_pp*)."""
     bootstrap_truncated: bool = False
     """Let a truncated response end in the critic's value of its last state instead of 0."""
 
@@ -154,6 +213,8 @@ class AdvantageConfig:
 class OptimizerConfig:
     """AdamW and its schedule, over true optimizer steps."""
 
+    kind: Literal["adamw", "cpu_adam"] = "adamw"
+    """cpu_adam keeps states and step on the host (DeepSpeed's ZeRO-Offload): slow, but nothing of them on the GPU."""
     lr: float = 1e-6
     """Peak learning rate, after warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -182,10 +243,24 @@ class UpdateConfig:
     """Responses per optimizer step, all ranks; must divide the step's responses."""
     micro_batch_tokens: int = 8192
     """Tokens packed into one forward, per rank. The result does not depend on it."""
+    policy_loss: Literal["clip", "gspo", "cispo", "pg"] = "clip"
+    """PPO's clip, GSPO's sequence ratio, CISPO's clipped weight, or the plain policy gradient; see hybrid_rl.loss."""
     clip_low: float = 0.2
     """Ratio is clipped at 1 - clip_low."""
     clip_high: float = 0.2
     """Ratio is clipped at 1 + clip_high."""
+    dual_clip: float | None = None
+    """With a negative advantage the ratio counts at most this, above 1 (3 is usual); null is off."""
+    correction: Literal["none", "tis", "icepop", "sequence_mask"] = "none"
+    """Importance weight of trainer against engine log-probs: truncated, masked outside, or by whole sequences."""
+    correction_low: float = 0.5
+    """Lower bound of that weight."""
+    correction_high: float = 2.0
+    """Upper bound of that weight."""
+    old_logprobs: Literal["trainer", "rollout"] = "trainer"
+    """rollout takes the engine's log-probs as the old policy's and saves a forward; `correction` is then none."""
+    mask_truncated: bool = False
+    """Truncated responses keep their part in baselines but not in the losses."""
     value_clip: float | None = 0.5
     """Values move at most this far from the rollout's; null does not clip."""
     entropy_coef: float = 0.0
@@ -198,6 +273,22 @@ class UpdateConfig:
     """DeepSpeed ZeRO stage of actor and critic."""
     actor: OptimizerConfig = field(default_factory=OptimizerConfig)
     critic: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=9e-6))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PtxConfig:
+    """A language-model loss on a second data set, mixed into the actor's: (1 - coef) * policy + coef * ptx."""
+
+    path: str | None = None
+    """JSONL, CSV or Parquet file, or a Hugging Face dataset folder; null is off."""
+    column: str = "text"
+    """Text, or a list of chat messages."""
+    coef: float = 0.1
+    """Share of the language-model loss, in (0, 1)."""
+    batch_size: int = 32
+    """Texts per optimizer step, all ranks."""
+    max_tokens: int = 512
+    """Longer texts are cut."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +317,8 @@ class CheckpointConfig:
     """Steps between checkpoints, the last step always has one; 0 saves none."""
     keep_last: int = 2
     """Older checkpoints are deleted once a newer one is complete."""
+    keep_best: bool = False
+    """Export the actor to `best/` whenever an evaluation beats all before."""
     export: bool = True
     """Write the final actor and tokenizer as a Hugging Face folder."""
 
@@ -241,6 +334,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
+    ptx: PtxConfig = field(default_factory=PtxConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -274,86 +368,6 @@ def check(ok: bool, message: str) -> None:
     """Raise ConfigError with the message unless ok."""
     if not ok:
         raise ConfigError(message)
-
-
-def _check_positive(config: Config) -> None:
-    for section, names in {
-        "run": ["num_steps"],
-        "prompts": ["max_prompt_tokens", "num_generated", "num_eval"],
-        "rollout": ["rollout_batch_size", "group_size", "max_response_tokens", "temperature", "max_num_seqs"],
-        "reward": ["timeout_s", "num_workers"],
-        "update": ["num_epochs", "mini_batch_size", "micro_batch_tokens"],
-        "sync": ["bucket_bytes"],
-        "checkpoint": ["keep_last"],
-    }.items():
-        for name in names:
-            value = getattr(getattr(config, section), name)
-            check(value > 0, f"{section}.{name} = {value}: must be greater than 0")
-
-
-def _check_not_negative(config: Config) -> None:
-    update = config.update
-    values = {
-        "run.eval_every_steps": config.run.eval_every_steps,
-        "reward.truncation_penalty": config.reward.truncation_penalty,
-        "advantage.kl_coef": config.advantage.kl_coef,
-        "update.clip_high": update.clip_high,
-        "update.value_clip": update.value_clip or 0,
-        "update.critic_warmup_steps": update.critic_warmup_steps,
-        "sync.num_verified": config.sync.num_verified,
-        "checkpoint.every_steps": config.checkpoint.every_steps,
-    }
-    for name in ("actor", "critic"):
-        optimizer = dataclasses.asdict(getattr(update, name))
-        values |= {f"update.{name}.{key}": value for key, value in optimizer.items() if isinstance(value, int | float)}
-    for key, value in values.items():
-        check(value >= 0, f"{key} = {value}: must not be negative")
-
-
-def validate(config: Config) -> Config:
-    """Return the config if every rule that needs no file holds.
-
-    Raises:
-        ConfigError: names the field, its value and the rule.
-    """
-    rollout, update, advantage, reward = config.rollout, config.update, config.advantage, config.reward
-    _check_positive(config)
-    _check_not_negative(config)
-    check(bool(config.models.actor), "models.actor is empty: give a Hugging Face folder")
-    check(bool(config.prompts.path), "prompts.path is empty: give a file, a dataset folder or reasoning_gym:<task>")
-    check(
-        config.models.reward is not None or bool(reward.functions),
-        "models.reward is null and reward.functions is empty: one of them must score the responses",
-    )
-    check(
-        reward.weights is None or len(reward.weights) == len(reward.functions),
-        f"reward.weights has {len(reward.weights or [])} values, reward.functions {len(reward.functions)}: one each",
-    )
-    check(
-        config.has_critic or rollout.group_size >= 2,
-        f"rollout.group_size = {rollout.group_size}: advantage.estimator = {advantage.estimator} needs 2 or more",
-    )
-    for name in ("gamma", "gae_lambda"):
-        value = getattr(advantage, name)
-        check(0 <= value <= 1, f"advantage.{name} = {value}: must lie in [0, 1]")
-    check(
-        config.responses_per_step % update.mini_batch_size == 0,
-        f"update.mini_batch_size = {update.mini_batch_size}: must divide the {config.responses_per_step} responses "
-        f"of a step "
-        f"(rollout.rollout_batch_size {rollout.rollout_batch_size} x rollout.group_size {rollout.group_size})",
-    )
-    total = config.prompts.max_prompt_tokens + rollout.max_response_tokens
-    check(
-        total <= update.micro_batch_tokens,
-        f"update.micro_batch_tokens = {update.micro_batch_tokens}: must hold one sequence, prompts.max_prompt_tokens "
-        f"{config.prompts.max_prompt_tokens} + rollout.max_response_tokens {rollout.max_response_tokens} = {total}",
-    )
-    check(0 <= update.clip_low < 1, f"update.clip_low = {update.clip_low}: must lie in [0, 1)")
-    check(
-        config.memory.swap == "off" or update.zero_stage > 0,
-        "memory.swap = deepspeed: DeepSpeed cannot offload with update.zero_stage = 0; use 1 to 3 or swap = off",
-    )
-    return config
 
 
 def as_dict(config: Config) -> dict:

@@ -9,9 +9,10 @@ from hybrid_rl import checkpoint, rollout, update
 from hybrid_rl import score as scoring
 from hybrid_rl.batch import Rollout, TrainBatch
 from hybrid_rl.build import Run, build
-from hybrid_rl.config import Config, validate
+from hybrid_rl.config import Config
 from hybrid_rl.memory import Phase
 from hybrid_rl.models import choose_dtype
+from hybrid_rl.validate import validate
 
 SYNC, ROLLOUT, SCORE, UPDATE_CRITIC, UPDATE_ACTOR = Phase
 

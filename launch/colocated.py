@@ -20,7 +20,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]  # so that a checkout runs wit
 
 from jsonargparse import ArgumentParser, set_parsing_settings  # noqa: E402
 
-from hybrid_rl.config import Config, ConfigError, check, validate  # noqa: E402
+from hybrid_rl.config import Config, ConfigError, check  # noqa: E402
+from hybrid_rl.validate import validate  # noqa: E402
 
 DEMO = ROOT / "launch" / "configs" / "demo.yaml"
 

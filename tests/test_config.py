@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hybrid_rl.config import Config, ConfigError, ModelsConfig, PromptsConfig, RewardConfig, as_dict, validate
+from hybrid_rl.config import Config, ConfigError, ModelsConfig, PromptsConfig, RewardConfig, as_dict
+from hybrid_rl.validate import validate
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "launch" / "colocated.py"

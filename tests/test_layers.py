@@ -13,10 +13,10 @@ MODULES = sorted(
 
 STEPS = 3  # the layer whose modules never import each other: data passes through the trainer
 LAYERS = [
-    {"config", "batch", "bucket", "metrics", "progress", "distributed", "memory", "planner"},
+    {"config", "validate", "batch", "bucket", "metrics", "progress", "distributed", "memory", "planner"},
     {"advantage", "loss"},
     {"models", "engines", "rewards"},
-    {"prompts", "rollout", "score", "update", "sync", "checkpoint", "demo", "record"},
+    {"prompts", "rollout", "score", "update", "sync", "checkpoint", "average", "ptx", "demo", "record"},
     {"build", "trainer"},
     {"__main__"},
 ]
