@@ -171,7 +171,7 @@ def gae(
     values: Tensor,
     response_mask: Tensor,
     gamma: float,
-    gae_lambda: float,
+    gae_lambda: float | Tensor,
     mode: Literal["zero", "carry"] = "zero",
     bootstrap_values: Tensor | None = None,
 ) -> Tensor:
@@ -180,7 +180,8 @@ def gae(
     Args:
         token_rewards, values: [B, T] float32; reward paid after token t, and value before it. Read only in the mask.
         response_mask:    [B, T] bool or 0 and 1; a row may have gaps (a tool's tokens) or no token at all.
-        gamma, gae_lambda: discount, and decay of the estimate, per token.
+        gamma:            discount per token.
+        gae_lambda:       decay of the estimate per token, beside gamma; one number, or one per row [B].
         mode:             what a gap is. zero: states of value 0 and reward 0, each discounted like a token.
                           carry: nothing, V_{t+1} and A_{t+1} are those of the next sampled token.
         bootstrap_values: [B] or None; value after the last sampled token, 0 when None.
@@ -193,6 +194,8 @@ def gae(
     check_same_shape(token_rewards=token_rewards, values=values, response_mask=response_mask)
     if mode not in ("zero", "carry"):
         raise ValueError(f"mode must be zero or carry, got {mode!r}")
+    if isinstance(gae_lambda, Tensor):
+        check_same_shape(gae_lambda=gae_lambda, rows=response_mask.new_empty(len(response_mask)))
     mask = response_mask.bool()
     rewards = torch.where(mask, token_rewards, 0).to(at_least_float32(token_rewards.dtype))
     values = torch.where(mask, values, 0).to(rewards)
@@ -201,11 +204,13 @@ def gae(
 
     advantages = torch.zeros_like(rewards)
     advantage = rewards.new_zeros(len(rewards))
+    # The product rounds once, in float64, so that a row's advantages do not depend on how its lambda was given.
+    decay = (gamma * torch.as_tensor(gae_lambda, dtype=torch.float64, device=rewards.device)).to(rewards.dtype)
     next_value = advantage if bootstrap_values is None else bootstrap_values.to(advantage)
     check_same_shape(bootstrap_values=next_value, rows=advantage)
     for t in reversed(range(rewards.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        advantage = torch.where(is_state[:, t], delta + gamma * gae_lambda * advantage, advantage)
+        advantage = torch.where(is_state[:, t], delta + decay * advantage, advantage)
         next_value = torch.where(is_state[:, t], values[:, t], next_value)
         advantages[:, t] = advantage
     return torch.where(mask, advantages, 0)

@@ -292,6 +292,26 @@ def test_undiscounted_advantage_is_what_is_still_to_come_less_the_value(case, mo
     torch.testing.assert_close(advantages, (to_come - values) * mask, rtol=1e-5, atol=1e-5)
 
 
+def test_gae_with_a_lambda_per_row_by_hand():
+    rewards, values, mask = torch.zeros(2, 3), torch.zeros(2, 3), torch.tensor([[1, 1, 1], [1, 0, 1]])
+    rewards[:, 2] = 1
+    # Each step back multiplies by gamma * lambda: 0.5 * 0.5 in row 0, 0.5 * 1 in row 1, whose gap is a step or none.
+    gae_lambda = torch.tensor([0.5, 1])
+    assert gae(rewards, values, mask, 0.5, gae_lambda).tolist() == [[0.0625, 0.25, 1], [0.25, 0, 1]]
+    assert gae(rewards, values, mask, 0.5, gae_lambda, "carry").tolist() == [[0.0625, 0.25, 1], [0.5, 0, 1]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(gae_cases(), st.sampled_from(["zero", "carry"]), st.data())
+def test_each_row_decays_by_its_own_lambda(case, mode, data):
+    rewards, values, mask, bootstrap = case
+    lambdas = data.draw(st.lists(st.floats(0, 1), min_size=len(mask), max_size=len(mask)))
+    per_row = torch.tensor(lambdas, dtype=torch.float64)
+    advantages = gae(rewards, values, mask, 0.97, per_row, mode, bootstrap)
+    for b, gae_lambda in enumerate(lambdas):
+        assert torch.equal(advantages[b], gae(rewards, values, mask, 0.97, gae_lambda, mode, bootstrap)[b])
+
+
 def test_one_step_advantage_is_the_temporal_difference():
     rewards, values = torch.randn(2, 3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     advantages = gae(rewards, values, torch.ones(3, 7), 0.9, 0)
@@ -311,5 +331,8 @@ def test_gae_refuses_what_does_not_fit():
         gae(x, torch.ones(2, 1), x, 1, 1)
     with pytest.raises(ValueError, match="bootstrap_values"):
         gae(x, x, x, 1, 1, bootstrap_values=torch.ones(3))
+    for gae_lambda in (torch.ones(3), torch.ones(2, 1), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match="gae_lambda"):
+            gae(x, x, x, 1, gae_lambda)
     with pytest.raises(ValueError, match="mode must be"):
         gae(x, x, x, 1, 1, "skip")
