@@ -3,7 +3,9 @@
 Shape letters: N packed tokens, n rows of one chunk, H hidden, V vocabulary, B sequences, T response tokens.
 """
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -30,13 +32,56 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LogitTransform:
+    """What becomes of logits before the softmax: scaled, then soft-capped, then divided by the temperature."""
+
+    temperature: float
+    logit_scale: float
+    softcap: float | None
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "logit_scale", "softcap"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be finite and greater than 0, got {value}")
+
+    @property
+    def factor(self) -> float:
+        """The derivative of apply where nothing is capped."""
+        return self.logit_scale / self.temperature
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return the transformed logits; overwrites the given ones."""
+        if self.softcap is not None:
+            return logits.mul_(self.logit_scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
+        return logits.mul_(self.factor) if self.logit_scale != 1 else logits.div_(self.temperature)
+
+    def slope(self, transformed: Tensor) -> Tensor | None:
+        """Return the derivative of apply over factor where it gave `transformed`; None is 1 everywhere."""
+        if self.softcap is None:
+            return None
+        return transformed.mul(self.temperature / self.softcap).square_().neg_().add_(1)
+
+
 def fused_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, bias: Tensor | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    *,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the targets' log-probabilities and the entropies, without ever holding all [N, V] logits.
 
     Logits, their sum and all accumulation are float32; backward computes a chunk's logits again. Both results are
-    differentiable, once, with respect to hidden, weight and bias.
+    differentiable, once, with respect to hidden, weight and bias. In this order
+
+        logits = hidden weight^T + bias;  x = logits * logit_scale;  y = softcap tanh(x / softcap);  z = y / temperature
+
+    and the distribution is softmax(z).
 
     Args:
         hidden:      [N, H] float32, bfloat16 or float16; N may be 0.
@@ -44,10 +89,12 @@ def fused_logprobs(
         targets:     [N] int64 in [0, V), or -100 for a row to ignore, whose hidden may hold anything.
         temperature: divides the logits before the sum.
         bias:        [V] or None; added to the logits.
+        logit_scale: factor on the logits, of Cohere and Granite (which divides).
+        softcap:     bound of the scaled logits, of Gemma 2; None is none.
     Returns:
         logprobs, entropy: [N] float32, 0 in ignored rows; in nats. float64 inputs stay float64.
     Raises:
-        ValueError: shapes do not fit, or temperature is not positive.
+        ValueError: shapes do not fit, or temperature, logit_scale or softcap is not finite and positive.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden must be [N, H] and weight [V, H], got {list(hidden.shape)} and {list(weight.shape)}")
@@ -55,13 +102,12 @@ def fused_logprobs(
         raise ValueError(f"targets must be [N] with N = {len(hidden)}, got {list(targets.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [V] with V = {len(weight)}, got {list(bias.shape)}")
-    if not temperature > 0:
-        raise ValueError(f"temperature must be greater than 0, got {temperature}")
+    transform = LogitTransform(temperature=temperature, logit_scale=logit_scale, softcap=softcap)
     # Selected here and not inside: where() also selects gradients, so that a NaN in an ignored row reaches nothing.
     is_kept = targets != IGNORED_TARGET
     hidden = torch.where(is_kept[:, None], hidden, 0)
     targets = torch.where(is_kept, targets, 0)
-    logprobs, entropy = _FusedLogprobs.apply(hidden, weight, bias, targets, temperature)
+    logprobs, entropy = _FusedLogprobs.apply(hidden, weight, bias, targets, transform)
     return torch.where(is_kept, logprobs, 0), torch.where(is_kept, entropy, 0)
 
 
@@ -70,16 +116,16 @@ class _FusedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, transform: LogitTransform
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.temperature = temperature
+        ctx.transform = transform
         ctx.set_materialize_grads(False)  # an unused entropy comes back as None, and costs nothing
         operand = _operand(weight)
         logprobs = torch.empty(len(hidden), dtype=at_least_float32(hidden.dtype), device=hidden.device)
         entropy = torch.empty_like(logprobs)
         for rows in _chunks(len(hidden)):
-            log_probs = _log_softmax(hidden[rows], operand, bias, temperature)
+            log_probs = _log_softmax(_logits(hidden[rows], operand, bias, transform))
             logprobs[rows] = log_probs.gather(1, targets[rows, None]).squeeze(1)
             entropy[rows] = _entropy(log_probs.exp(), log_probs.clamp_min_(_LOWEST_LOG_PROB)).squeeze(1)
         return logprobs, entropy
@@ -96,9 +142,13 @@ class _FusedLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=at_least_float32(weight.dtype)) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=at_least_float32(bias.dtype)) if needs_bias else None
         for rows in _chunks(len(hidden)):
-            log_probs = _log_softmax(hidden[rows], operand, bias, ctx.temperature)
-            grad_parts = (None if g is None else g[rows, None] / ctx.temperature for g in (grad_logprobs, grad_entropy))
-            grad_logits = _grad_logits(log_probs, targets[rows, None], *grad_parts)
+            logits = _logits(hidden[rows], operand, bias, ctx.transform)
+            slope = ctx.transform.slope(logits)
+            factor = ctx.transform.factor
+            grad_parts = (None if g is None else g[rows, None] * factor for g in (grad_logprobs, grad_entropy))
+            grad_logits = _grad_logits(_log_softmax(logits), targets[rows, None], *grad_parts)
+            if slope is not None:
+                grad_logits *= slope
             if grad_hidden is not None:
                 grad_hidden[rows] = _matmul(grad_logits, operand)
             if grad_weight is not None:
@@ -129,12 +179,16 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
         return a.to(b.dtype) @ b
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """Return the log-probabilities of every word, [n, V]; hidden is [n, H], weight an `_operand` [V, H]."""
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
+    """Return the transformed logits of every word, [n, V]; hidden is [n, H], weight an `_operand` [V, H]."""
     logits = _matmul(hidden, weight.t())
     if bias is not None:
         logits += bias
-    logits /= temperature
+    return transform.apply(logits)
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    """Return the log-probabilities of every word, [n, V]; overwrites the logits."""
     # On a CPU torch.log_softmax adds exponentials one by one, 1e-5 off at 130,000 words; sum() adds them pairwise.
     logits -= logits.amax(dim=1, keepdim=True)
     logits -= logits.exp().sum(dim=1, keepdim=True).log()

@@ -68,15 +68,38 @@ def test_matches_torch_on_upcast_logits(N, H, V, dtype, rtol):
         torch.testing.assert_close(ours, expected, rtol=rtol, atol=rtol * expected.abs().max().item())
 
 
+def test_scaled_and_capped_logits_by_hand():
+    # Logits 4 2 0, halved: 2 1 0 as in the test above; at temperature 0.5 again 4 2 0.
+    hidden, weight, target = torch.ones(1, 1), torch.tensor([[4.0], [2.0], [0.0]]), torch.tensor([1])
+    assert fused_logprobs(hidden, weight, target, logit_scale=0.5)[0].item() == pytest.approx(-1.407606, abs=1e-6)
+    assert fused_logprobs(hidden, weight, target, 0.5, logit_scale=0.5)[0].item() == pytest.approx(-2.142932, abs=1e-6)
+    # Capped at 2 after halving: 2 tanh 1 = 1.523188, 2 tanh 0.5 = 0.924234, 0; then over the temperature of 2:
+    # 0.761594 0.462117 0, whose exponentials sum to 2.141687 + 1.587431 + 1 = 4.729118, ln 1.553739.
+    capped, entropy = fused_logprobs(hidden, weight, target, 2.0, logit_scale=0.5, softcap=2.0)
+    assert capped.item() == pytest.approx(0.462117 - 1.553739, abs=1e-5)
+    expected = 1.553739 - (2.141687 * 0.761594 + 1.587431 * 0.462117) / 4.729118
+    assert entropy.item() == pytest.approx(expected, abs=1e-5)
+
+
+def test_capped_logits_do_not_differ_by_more_than_twice_the_cap():
+    hidden = torch.ones(1, 1, requires_grad=True)
+    weight = torch.tensor([[1e6], [-1e6], [-1e6]])
+    logprobs, _ = fused_logprobs(hidden, weight, torch.tensor([1]), softcap=3.0)
+    assert logprobs.item() == pytest.approx(-6 - math.log1p(2 * math.exp(-6)), abs=1e-5)
+    logprobs.sum().backward()
+    assert hidden.grad.item() == 0  # flat there
+
+
+@pytest.mark.parametrize("transform", [{}, {"logit_scale": 0.3}, {"softcap": 2.0}, {"logit_scale": 3, "softcap": 1.5}])
 @pytest.mark.parametrize("outputs", [(0,), (1,), (0, 1)])
-def test_gradcheck(outputs, monkeypatch):
+def test_gradcheck(outputs, transform, monkeypatch):
     monkeypatch.setattr(reference, "CHUNK_ROWS", 3)
     hidden, weight, targets = random_case(7, 4, 11, torch.float64)
     targets[2] = -100
     bias = torch.linspace(-1, 1, 11, dtype=torch.float64, requires_grad=True)
 
     def run(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-        results = fused_logprobs(hidden, weight, targets, 0.7, bias)
+        results = fused_logprobs(hidden, weight, targets, 0.7, bias, **transform)
         return tuple(results[i] for i in outputs)
 
     assert torch.autograd.gradcheck(run, (hidden, weight, bias))
