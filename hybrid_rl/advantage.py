@@ -1,8 +1,11 @@
 """From rewards to advantages. Pure functions of tensors; a group estimator is one function and a line in ESTIMATORS.
 
+KlController alone holds a state, one number.
+
 Every input is read only where its mask is 1, and a NaN or inf read there is an error that names the row.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -27,7 +30,7 @@ def token_rewards(rewards: Tensor, response_mask: Tensor, *, kl: Tensor | None =
     """
     mask = response_mask.bool()
     check_same_shape(rewards=rewards, rows=mask.any(1))
-    _check_finite("rewards", rewards, mask.any(1))
+    check_finite("rewards", rewards, mask.any(1))
     num_left = mask.flip(1).cumsum(1).flip(1)
     result = torch.where(mask & (num_left == 1), rewards[:, None], 0).to(at_least_float32(rewards.dtype))
     if kl_coef == 0:
@@ -35,8 +38,73 @@ def token_rewards(rewards: Tensor, response_mask: Tensor, *, kl: Tensor | None =
     if kl is None:
         raise ValueError(f"kl_coef is {kl_coef} but kl is None: give the KL estimate of every token")
     check_same_shape(kl=kl, response_mask=mask)
-    _check_finite("kl", kl, mask)
+    check_finite("kl", kl, mask)
     return result - kl_coef * torch.where(mask, kl, 0)
+
+
+def overlong_penalty(lengths: Tensor, *, max_response_tokens: int, buffer: int, penalty: float) -> Tensor:
+    """Return what a long response adds to its reward: 0 up to the buffer, then down to -penalty at the limit.
+
+    Args:
+        lengths:             [B] int64; sampled tokens of each response.
+        max_response_tokens: limit of a response; longer ones get -penalty.
+        buffer:              tokens before the limit over which the penalty grows, in 1..max_response_tokens.
+        penalty:             at least 0.
+    Returns:
+        added: [B] float32, in [-penalty, 0].
+    Raises:
+        ValueError: buffer or penalty is out of range.
+    Source: Yu et al. 2025 (DAPO), eq. 13, there with penalty 1.
+    """
+    if not 0 < buffer <= max_response_tokens:
+        raise ValueError(f"buffer must lie in 1..max_response_tokens = {max_response_tokens}, got {buffer}")
+    if not penalty >= 0:
+        raise ValueError(f"penalty must not be negative, got {penalty}")
+    tokens_left = max_response_tokens - buffer - lengths
+    return tokens_left.clamp(-buffer, 0).float() / buffer * penalty
+
+
+def length_adaptive_lambda(response_mask: Tensor, alpha: float) -> Tensor:
+    """Return GAE's lambda for each response, 1 - 1 / (alpha * length): long responses carry their reward further.
+
+    The weights lambda^k of all steps back then add up to alpha * length.
+
+    Args:
+        response_mask: [B, T] bool; the length is the number of sampled tokens.
+        alpha:         greater than 0.
+    Returns:
+        gae_lambda: [B] float32, in [0, 1]; 0 where alpha * length is at most 1.
+    Raises:
+        ValueError: alpha is not greater than 0.
+    Source: Yue et al. 2025 (VAPO), Length-Adaptive GAE; alpha is 0.05 there.
+    """
+    if not alpha > 0:
+        raise ValueError(f"alpha must be greater than 0, got {alpha}")
+    lengths = response_mask.bool().sum(1).double()
+    return (1 - 1 / (alpha * lengths)).clamp(0, 1).float()
+
+
+def discounted_returns(token_rewards: Tensor, response_mask: Tensor, *, gamma: float) -> Tensor:
+    """Return the discounted reward still to come at each token, G_t = R_t + gamma * G_{t+1}.
+
+    Slots masked between two tokens are skipped, they neither discount nor end the sum: as in verl's GAE, where verl's
+    own REINFORCE++ starts a new sum at each gap.
+
+    Args:
+        token_rewards: [B, T] float32; reward paid after token t.
+        response_mask: [B, T] bool.
+        gamma:         in [0, 1].
+    Returns:
+        returns: [B, T] float32, 0 outside the mask, without gradient.
+    Raises:
+        ValueError: shapes differ, gamma leaves [0, 1], or a reward that is read is not finite.
+    Source: REINFORCE++ (Hu et al. 2025) and ReMax (Li et al. 2024) build on it.
+    """
+    _check_unit("gamma", gamma)
+    check_same_shape(token_rewards=token_rewards, response_mask=response_mask)
+    mask = response_mask.bool()
+    check_finite("token_rewards", token_rewards, mask)
+    return gae(token_rewards, torch.zeros_like(token_rewards), mask, gamma, 1.0, mode="carry")
 
 
 def gae_advantages(
@@ -45,7 +113,7 @@ def gae_advantages(
     response_mask: Tensor,
     *,
     gamma: float,
-    gae_lambda: float,
+    gae_lambda: float | Tensor,
     bootstrap_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return generalized advantage estimates and value targets.
@@ -54,7 +122,8 @@ def gae_advantages(
         token_rewards:     [B, T] float32; reward paid after token t.
         values:            [B, T] float32; critic's estimate before token t is emitted.
         response_mask:     [B, T] bool; slots masked between two tokens count as states of value 0.
-        gamma, gae_lambda: in [0, 1].
+        gamma:             in [0, 1].
+        gae_lambda:        in [0, 1]; one number, or one per row [B].
         bootstrap_values:  [B] float32 or None; value after the last token, for truncated rows; 0 when None.
     Returns:
         advantages, returns: [B, T] float32, 0 outside the mask; not whitened, without gradient.
@@ -62,16 +131,15 @@ def gae_advantages(
         ValueError: shapes differ, a coefficient leaves [0, 1], or a value that is read is not finite.
     Source: Schulman et al. 2016, eq. 16.
     """
-    for name, coefficient in {"gamma": gamma, "gae_lambda": gae_lambda}.items():
-        if not 0 <= coefficient <= 1:
-            raise ValueError(f"{name} must lie in [0, 1], got {coefficient}")
+    _check_unit("gamma", gamma)
+    _check_unit("gae_lambda", gae_lambda)
     check_same_shape(token_rewards=token_rewards, values=values, response_mask=response_mask)
     mask = response_mask.bool()
-    _check_finite("token_rewards", token_rewards, mask)
-    _check_finite("values", values, mask)
+    check_finite("token_rewards", token_rewards, mask)
+    check_finite("values", values, mask)
     if bootstrap_values is not None:
         check_same_shape(bootstrap_values=bootstrap_values, rows=mask.any(1))
-        _check_finite("bootstrap_values", bootstrap_values, mask.any(1))
+        check_finite("bootstrap_values", bootstrap_values, mask.any(1))
     advantages = gae(token_rewards, values, mask, gamma, gae_lambda, bootstrap_values=bootstrap_values)
     return advantages, torch.where(mask, advantages + values.detach(), 0)
 
@@ -106,22 +174,28 @@ def whiten(x: Tensor, mask: Tensor, sums: Tensor | None = None) -> Tensor:
     return torch.where(mask.bool() & ~is_constant, whitened, 0).to(x.dtype)
 
 
-def group_advantages(rewards: Tensor, group_ids: Tensor, *, estimator: str) -> Tensor:
+def group_advantages(rewards: Tensor, group_ids: Tensor, *, estimator: str, lengths: Tensor | None = None) -> Tensor:
     """Return each response's reward compared with the other responses to its prompt.
 
     Args:
         rewards:   [B] float32.
         group_ids: [B] int64; responses to one prompt share it, in any order.
         estimator: a name in ESTIMATORS.
+        lengths:   [B] int64, sampled tokens of each response; read by opo alone.
     Returns:
-        advantages: [B] float32; exactly 0 in a group whose rewards are equal.
+        advantages: [B] float32, not whitened; exactly 0 in a group whose rewards are equal.
     Raises:
-        ValueError: shapes differ, the estimator is unknown, a group has one response, or a reward is not finite.
+        ValueError: shapes differ, the estimator is unknown, a group has one response, a reward is not finite, or opo
+            lacks the lengths.
     """
     if estimator not in ESTIMATORS:
         raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}, got {estimator!r}")
-    check_same_shape(rewards=rewards, group_ids=group_ids)
-    _check_finite("rewards", rewards, torch.ones_like(rewards, dtype=torch.bool))
+    if lengths is None:
+        if estimator == "opo":
+            raise ValueError("lengths is None: opo weights the rewards by the lengths of the responses")
+        lengths = torch.ones_like(group_ids)
+    check_same_shape(rewards=rewards, group_ids=group_ids, lengths=lengths)
+    check_finite("rewards", rewards, torch.ones_like(rewards, dtype=torch.bool))
     groups, sizes = group_ids.unique(return_counts=True)
     if (sizes == 1).any():
         group = int(groups[sizes == 1][0])
@@ -130,30 +204,101 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, estimator: str) -> T
     for rows in group_ids.argsort(stable=True).split(sizes.tolist()):
         group_rewards = rewards[rows].double()
         if group_rewards.min() < group_rewards.max():
-            advantages[rows] = ESTIMATORS[estimator](group_rewards)
+            advantages[rows] = ESTIMATORS[estimator](group_rewards, lengths[rows].double())
     return advantages.to(at_least_float32(rewards.dtype))
 
 
-def _grpo(rewards: Tensor) -> Tensor:
+def _grpo(rewards: Tensor, lengths: Tensor) -> Tensor:
     """Standard scores, unbiased std. Source: Shao et al. 2024 (DeepSeekMath), section 4.1.2; eps as in verl."""
     return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
 
 
-def _rloo(rewards: Tensor) -> Tensor:
+def _rloo(rewards: Tensor, lengths: Tensor) -> Tensor:
     """Reward minus the mean of the others, r_i - sum_{j != i} r_j / (n - 1). Source: Ahmadian et al. 2024."""
     return (rewards - rewards.mean()) * len(rewards) / (len(rewards) - 1)
 
 
-def _dr_grpo(rewards: Tensor) -> Tensor:
-    """Reward minus the group mean. Source: Liu et al. 2025."""
+def _centered(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """Reward minus the group mean. Source: Liu et al. 2025 (Dr. GRPO); Hu et al. 2025 (REINFORCE++), which whitens."""
     return rewards - rewards.mean()
 
 
-ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"grpo": _grpo, "rloo": _rloo, "dr_grpo": _dr_grpo}
-"""From the rewards of one group, [n] float64 and not all equal, to its advantages."""
+def _opo(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """Reward minus the mean over the group's tokens, sum_j l_j r_j / sum_j l_j. Source: Hao et al. 2025 (OPO).
+
+    It has the least variance if a response's squared gradient grows with its length. Without any token it is 0.
+    """
+    return rewards - lengths @ rewards / lengths.sum().clamp_min(1)
 
 
-def _check_finite(name: str, x: Tensor, mask: Tensor) -> None:
+ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "grpo": _grpo,
+    "rloo": _rloo,
+    "dr_grpo": _centered,
+    "opo": _opo,
+    "reinforce_pp_baseline": _centered,
+}
+"""From the rewards of one group, not all equal, and the lengths of its responses, [n] float64, to its advantages."""
+
+
+class KlController:
+    """The KL coefficient, moved after every step so that the KL per response approaches a target.
+
+    Attributes:
+        coef: the factor on the KL estimate in the next step.
+    Source: Ziegler et al. 2019, section 2.2: coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * K. Here K, 0.1 in the
+    paper, is num_responses / horizon as in its code, so that the pace does not depend on the size of a step.
+    """
+
+    MAX_ERROR = 0.2
+
+    def __init__(self, coef: float, *, target: float | None, horizon: int) -> None:
+        """Start at coef; a target of None keeps it. ValueError unless target and horizon are greater than 0."""
+        if target is not None and not target > 0:
+            raise ValueError(f"target must be greater than 0 or None, got {target}")
+        if not horizon > 0:
+            raise ValueError(f"horizon must be greater than 0, got {horizon}")
+        self.coef, self.target, self.horizon = coef, target, horizon
+
+    def update(self, kl: float, num_responses: int) -> None:
+        """Move the coefficient, given the mean over this step's num_responses of each one's summed token KL.
+
+        Raises:
+            ValueError: kl is not finite, or the step is so large that the coefficient could fall to 0 or below.
+        """
+        if self.target is None:
+            return
+        if not math.isfinite(kl):
+            raise ValueError(f"kl is {kl}: must be finite")
+        share = num_responses / self.horizon
+        if self.MAX_ERROR * share >= 1:
+            raise ValueError(f"num_responses must be less than 5 times horizon = {self.horizon}, got {num_responses}")
+        error = kl / self.target - 1
+        self.coef *= 1 + max(-self.MAX_ERROR, min(self.MAX_ERROR, error)) * share
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what a checkpoint must hold."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from a checkpoint; without a target the coefficient stays the configured one."""
+        if self.target is not None:
+            self.coef = state["coef"]
+
+
+def _check_unit(name: str, coefficient: float | Tensor) -> None:
+    """Raise ValueError unless the number, or every row of [B], lies in [0, 1]."""
+    if not isinstance(coefficient, Tensor):
+        if not 0 <= coefficient <= 1:
+            raise ValueError(f"{name} must lie in [0, 1], got {coefficient}")
+        return
+    is_good = (coefficient >= 0) & (coefficient <= 1)
+    if not is_good.all():
+        row = int((~is_good).nonzero()[0, 0])
+        raise ValueError(f"{name} must lie in [0, 1], got {coefficient[row].item()} in row {row}")
+
+
+def check_finite(name: str, x: Tensor, mask: Tensor) -> None:
     """Raise ValueError naming the first row of [B] or [B, T] x that holds a NaN or inf inside the mask."""
     is_bad = mask & ~x.isfinite()
     if is_bad.any():

@@ -6,7 +6,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybrid_rl.advantage import ESTIMATORS, gae_advantages, group_advantages, masked_sums, token_rewards, whiten
+from hybrid_rl.advantage import (
+    ESTIMATORS,
+    KlController,
+    discounted_returns,
+    gae_advantages,
+    group_advantages,
+    length_adaptive_lambda,
+    masked_sums,
+    overlong_penalty,
+    token_rewards,
+    whiten,
+)
 
 GARBAGE = [math.nan, math.inf, -math.inf, 3e38, -7.5]
 # pad id == EOS id == 2: `5 6 2 2 2`, cut `5 6 7 8 9`, `2 2 2 2 2` of length 1, and an empty response.
@@ -54,6 +65,7 @@ def test_masked_slots_change_no_bit(seed, garbage):
         (
             token_rewards(scores, mask, kl=kl, kl_coef=0.1),
             *gae_advantages(kl, values, mask, gamma=0.9, gae_lambda=0.8, bootstrap_values=scores),
+            discounted_returns(kl, mask, gamma=0.9),
             whiten(kl, mask),
         )
         for kl, values, scores in (clean, dirty)
@@ -70,6 +82,62 @@ def test_gae_by_hand():
     advantages, returns = gae_advantages(rewards, values, mask, gamma=0.5, gae_lambda=0.5)
     assert advantages.tolist() == [[-0.0625, -0.25, -1]]
     assert returns.tolist() == [[0.4375, 0.75, 1]]
+
+
+def test_gae_with_a_lambda_per_row_by_hand():
+    rewards, mask = torch.tensor([[0.0, 0, 1], [0, 0, 1]]), torch.ones(2, 3, dtype=torch.bool)
+    lambdas = torch.tensor([0.5, 1])
+    # Values are 0, so A_t = R_t + gamma * lambda * A_{t+1}, with a factor of 0.25 and of 0.5.
+    advantages, _ = gae_advantages(rewards, torch.zeros(2, 3), mask, gamma=0.5, gae_lambda=lambdas)
+    assert advantages.tolist() == [[0.0625, 0.25, 1], [0.25, 0.5, 1]]
+
+
+def test_length_adaptive_lambda_by_hand():
+    # alpha 0.5 and lengths 3, 5, 1, 0: 1 - 1/1.5, 1 - 1/2.5, then 1 - 1/0.5 = -1 and minus infinity, both cut to 0.
+    lambdas = length_adaptive_lambda(LENGTHS_MASK, 0.5)
+    assert lambdas.dtype == torch.float32
+    assert lambdas.tolist() == pytest.approx([1 / 3, 0.6, 0, 0])
+    assert length_adaptive_lambda(torch.tensor([[1, 0, 1, 0]]), 1.0).tolist() == [0.5]  # a gap is no token
+    assert length_adaptive_lambda(torch.ones(1, 400), 0.05).item() == pytest.approx(0.95)  # VAPO's alpha: 1 - 1/20
+    with pytest.raises(ValueError, match="alpha must be greater than 0, got 0"):
+        length_adaptive_lambda(LENGTHS_MASK, 0)
+
+
+def test_discounted_returns_by_hand():
+    rewards = torch.tensor([[1.0, 2, 4, 9], [1, 9, 4, 9], [9, 9, 9, 9]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 0], [0, 0, 0, 0]])
+    # gamma 0.5. Row 0: 4, 2 + 0.5*4, 1 + 0.5*4. Row 1 skips its gap: 4, 1 + 0.5*4.
+    returns = discounted_returns(rewards, mask, gamma=0.5)
+    assert returns.tolist() == [[3, 4, 4, 0], [3, 0, 4, 0], [0, 0, 0, 0]]
+
+
+def test_undiscounted_score_reaches_every_token():
+    returns = discounted_returns(token_rewards(torch.tensor([1.0, 2, 3, 4]), LENGTHS_MASK), LENGTHS_MASK, gamma=1)
+    assert returns.tolist() == [[1, 1, 1, 0, 0], [2, 2, 2, 2, 2], [3, 0, 0, 0, 0], [0, 0, 0, 0, 0]]
+
+
+def test_discounted_returns_name_what_is_wrong():
+    x = torch.ones(2, 2)
+    with pytest.raises(ValueError, match=r"gamma must lie in \[0, 1\], got 1.5"):
+        discounted_returns(x, x, gamma=1.5)
+    with pytest.raises(ValueError, match=r"response_mask \[2\]"):
+        discounted_returns(x, x[0], gamma=1)
+    with pytest.raises(ValueError, match="token_rewards is nan in row 0, token 1"):
+        discounted_returns(torch.tensor([[0, math.nan]]), torch.ones(1, 2), gamma=1)
+
+
+def test_overlong_penalty_by_hand():
+    # Limit 10, buffer 4: nothing up to 6, then a quarter per token, all of it at 10 and beyond.
+    lengths = torch.tensor([0, 6, 7, 9, 10, 25])
+    penalties = overlong_penalty(lengths, max_response_tokens=10, buffer=4, penalty=2.0)
+    assert penalties.dtype == torch.float32
+    assert penalties.tolist() == [0, 0, -0.5, -1.5, -2, -2]
+    with pytest.raises(ValueError, match=r"buffer must lie in 1..max_response_tokens = 10, got 11"):
+        overlong_penalty(lengths, max_response_tokens=10, buffer=11, penalty=1)
+    with pytest.raises(ValueError, match="buffer must lie"):
+        overlong_penalty(lengths, max_response_tokens=10, buffer=0, penalty=1)
+    with pytest.raises(ValueError, match="penalty must not be negative, got -1"):
+        overlong_penalty(lengths, max_response_tokens=10, buffer=4, penalty=-1)
 
 
 def test_rows_do_not_know_of_each_other():
@@ -94,6 +162,9 @@ def test_advantages_carry_no_gradient():
     [
         ({"gamma": 1.5}, "gamma must lie"),
         ({"gae_lambda": -0.1}, "gae_lambda must lie"),
+        ({"gae_lambda": torch.tensor([0.5, 1.5])}, r"gae_lambda must lie in \[0, 1\], got 1.5 in row 1"),
+        ({"gae_lambda": torch.tensor([math.nan, 1])}, "got nan in row 0"),
+        ({"gae_lambda": torch.ones(3)}, r"gae_lambda \[3\]"),
         ({"values": torch.ones(2, 1)}, r"values \[2, 1\]"),
         ({"bootstrap_values": torch.ones(3)}, "bootstrap_values"),
         ({"bootstrap_values": torch.tensor([0, math.inf])}, "bootstrap_values is inf in row 1"),
@@ -163,39 +234,62 @@ def test_whiten_shows_nan():
         ("grpo", [-2 / (math.sqrt(7) + 1e-6), -1 / (math.sqrt(7) + 1e-6), 3 / (math.sqrt(7) + 1e-6)]),  # (4 + 1 + 9)/2
         ("rloo", [1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2]),
         ("dr_grpo", [1 - 3, 2 - 3, 6 - 3]),
+        ("reinforce_pp_baseline", [1 - 3, 2 - 3, 6 - 3]),
+        ("opo", [1 - 23 / 6, 2 - 23 / 6, 6 - 23 / 6]),  # lengths 1 2 3: (1*1 + 2*2 + 3*6) / 6
     ],
 )
 def test_group_advantages_by_hand(estimator, expected):
     # Rewards 1 2 6 (mean 3) of group 7 lie between those of group 4, which are equal and say nothing.
     rewards, group_ids = torch.tensor([0.1, 1, 2, 0.1, 6, 0.1]), torch.tensor([4, 7, 7, 4, 7, 4])
-    advantages = group_advantages(rewards, group_ids, estimator=estimator)
+    lengths = torch.tensor([9, 1, 2, 8, 3, 0])
+    advantages = group_advantages(rewards, group_ids, estimator=estimator, lengths=lengths)
     assert advantages.dtype == torch.float32
     assert advantages[[1, 2, 4]].tolist() == pytest.approx(expected, rel=1e-6)
     assert advantages[[0, 3, 5]].tolist() == [0, 0, 0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=6), st.sampled_from(sorted(ESTIMATORS)), st.randoms(), st.data()
 )
 def test_order_of_responses_and_other_groups_change_nothing(groups, estimator, random, data):
     group_ids = [group for group in sorted(set(groups)) for _ in range(groups.count(group) + 1)]
     random.shuffle(group_ids)
-    values = st.floats(-100, 100, width=32)
-    rewards = torch.tensor(data.draw(st.lists(values, min_size=len(group_ids), max_size=len(group_ids))))
+    size = {"min_size": len(group_ids), "max_size": len(group_ids)}
+    rewards = torch.tensor(data.draw(st.lists(st.floats(-100, 100, width=32), **size)))
+    lengths = torch.tensor(data.draw(st.lists(st.integers(0, 50), **size)))
     ids = torch.tensor(group_ids)
-    together = group_advantages(rewards, ids, estimator=estimator)
+    together = group_advantages(rewards, ids, estimator=estimator, lengths=lengths)
     for group in set(groups):
-        alone = group_advantages(rewards[ids == group], ids[ids == group], estimator=estimator)
-        assert torch.equal(together[ids == group], alone)
-        assert abs(alone.double().sum().item()) <= 1e-4 * max(1, alone.abs().max().item())  # a baseline is unbiased
+        rows = ids == group
+        alone = group_advantages(rewards[rows], ids[rows], estimator=estimator, lengths=lengths[rows])
+        assert torch.equal(together[rows], alone)
+        # A baseline is unbiased, over the responses or over their tokens.
+        weights = lengths[rows].double() if estimator == "opo" else torch.ones(len(alone), dtype=torch.float64)
+        weights /= weights.sum().clamp_min(1)
+        assert abs((weights @ alone.double()).item()) <= 1e-5 * max(1, alone.abs().max().item())
+
+
+def test_opo_of_equal_lengths_is_the_group_mean():
+    rewards, ids = torch.tensor([1.0, 2, 6, -3]), torch.tensor([0, 0, 1, 1])
+    assert torch.equal(
+        group_advantages(rewards, ids, estimator="opo", lengths=torch.full((4,), 7)),
+        group_advantages(rewards, ids, estimator="dr_grpo"),
+    )
+
+
+def test_opo_of_a_group_without_tokens_is_finite():
+    rewards = torch.tensor([1.0, 2])
+    advantages = group_advantages(rewards, torch.zeros(2), estimator="opo", lengths=torch.zeros(2, dtype=torch.int64))
+    assert advantages.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("estimator", sorted(ESTIMATORS))
 def test_equal_rewards_give_exactly_zero(estimator):
     rewards = torch.full((3,), 0.1, dtype=torch.float64)
     assert rewards.mean() != rewards[0]  # the sum rounds, so that the difference alone would not be 0
-    assert group_advantages(rewards, torch.zeros(3), estimator=estimator).tolist() == [0, 0, 0]
+    lengths = torch.tensor([3, 1, 5])
+    assert group_advantages(rewards, torch.zeros(3), estimator=estimator, lengths=lengths).tolist() == [0, 0, 0]
 
 
 def test_group_advantages_names_what_is_wrong():
@@ -208,3 +302,55 @@ def test_group_advantages_names_what_is_wrong():
         group_advantages(torch.ones(3), ids, estimator="gae")
     with pytest.raises(ValueError, match=r"group_ids \[3\]"):
         group_advantages(torch.ones(3, 1), ids, estimator="grpo")
+    with pytest.raises(ValueError, match=r"lengths \[2\]"):
+        group_advantages(torch.ones(3), ids, estimator="opo", lengths=torch.ones(2))
+    with pytest.raises(ValueError, match="lengths is None: opo"):
+        group_advantages(torch.ones(3), ids, estimator="opo")
+
+
+def test_kl_coefficient_by_hand():
+    controller = KlController(0.1, target=4.0, horizon=1000)
+    controller.update(kl=4.4, num_responses=100)  # 10% too high: 1 + 0.1 * 0.1
+    assert controller.coef == pytest.approx(0.101)
+    controller.update(kl=40.0, num_responses=500)  # cut to 0.2: 1 + 0.2 * 0.5
+    assert controller.coef == pytest.approx(0.101 * 1.1)
+    controller.update(kl=-1.0, num_responses=500)  # k1 can be negative; cut to -0.2
+    assert controller.coef == pytest.approx(0.101 * 1.1 * 0.9)
+    controller.update(kl=4.0, num_responses=500)
+    assert controller.coef == pytest.approx(0.101 * 1.1 * 0.9)
+
+
+def test_kl_coefficient_finds_the_target():
+    # A policy whose KL per response falls as the penalty rises, kl = 1 / coef: the target of 5 is met at 0.2.
+    controller = KlController(0.01, target=5.0, horizon=1000)
+    for _ in range(400):
+        controller.update(1 / controller.coef, 256)
+    assert controller.coef == pytest.approx(0.2, rel=1e-3)
+
+
+def test_kl_coefficient_continues_from_a_checkpoint():
+    controller = KlController(0.1, target=4.0, horizon=1000)
+    controller.update(8.0, 500)
+    resumed = KlController(0.1, target=4.0, horizon=1000)
+    resumed.load_state_dict(controller.state_dict())
+    assert resumed.coef == controller.coef != 0.1
+
+
+def test_kl_coefficient_without_a_target_is_the_configured_one():
+    controller = KlController(0.3, target=None, horizon=1000)
+    controller.update(math.inf, 10**9)
+    controller.load_state_dict({"coef": 0.7})
+    assert controller.coef == 0.3
+
+
+def test_kl_controller_names_what_is_wrong():
+    with pytest.raises(ValueError, match="target must be greater than 0 or None, got 0"):
+        KlController(0.1, target=0.0, horizon=10)
+    with pytest.raises(ValueError, match="horizon must be greater than 0, got 0"):
+        KlController(0.1, target=1.0, horizon=0)
+    controller = KlController(0.1, target=1.0, horizon=10)
+    with pytest.raises(ValueError, match="kl is nan"):
+        controller.update(math.nan, 1)
+    with pytest.raises(ValueError, match="less than 5 times horizon = 10, got 50"):
+        controller.update(1.0, 50)
+    assert controller.coef == 0.1
