@@ -1,9 +1,7 @@
 """Where prompts come from: rows of a file or a task, their token ids, and the order in which steps see them."""
 
-import csv
 import difflib
 import hashlib
-import json
 import logging
 import random
 from numbers import Number
@@ -11,18 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import pyarrow
-import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.batch import Prompt
 from hybrid_rl.config import ConfigError, PromptsConfig, check
 from hybrid_rl.rewards.rules import import_reasoning_gym
+from hybrid_rl.tables import Message, Row, column_of, is_chat, read_rows
 
 logger = logging.getLogger(__name__)
-
-Row = dict[str, Any]
-Message = dict[str, Any]
 
 TASK_PREFIX = "reasoning_gym:"
 
@@ -42,7 +36,7 @@ def load_rows(path: str, config: PromptsConfig, *, seed: int, num_rows: int | No
     if is_task:
         rows = _generate_rows(path.removeprefix(TASK_PREFIX), config, source, seed, num_rows or config.num_generated)
     else:
-        rows = _read_rows(Path(path), config, source)[:num_rows]
+        rows = read_rows(Path(path), source=source, text_column=config.prompt_column)[:num_rows]
     check(bool(rows), f"{source}: holds no rows")
 
     for number, row in enumerate(rows):
@@ -201,10 +195,9 @@ def _fingerprint(prompts: list[Prompt]) -> str:
 
 
 def _prompt_of(row: Row, config: PromptsConfig, where: str) -> str | list[Message]:
-    value = _column(row, config.prompt_column, "prompts.prompt_column", where)
-    is_chat = isinstance(value, list) and bool(value) and all(map(_is_message, value))
+    value = column_of(row, config.prompt_column, field="prompts.prompt_column", where=where)
     check(
-        isinstance(value, str) or is_chat,
+        isinstance(value, str) or is_chat(value),
         f"{where}: '{config.prompt_column}' (prompts.prompt_column) must be text, or a list of messages with text in "
         f"`role` and `content`; got {str(value)[:80]!r}",
     )
@@ -212,22 +205,12 @@ def _prompt_of(row: Row, config: PromptsConfig, where: str) -> str | list[Messag
 
 
 def _answer_of(row: Row, config: PromptsConfig, where: str) -> str | None:
-    value = _column(row, config.answer_column, "prompts.answer_column", where)
+    value = column_of(row, config.answer_column, field="prompts.answer_column", where=where)
     check(
         value is None or isinstance(value, str | Number),
         f"{where}: '{config.answer_column}' (prompts.answer_column) must be text or a number, got {str(value)[:80]!r}",
     )
     return None if value is None else str(value)
-
-
-def _column(row: Row, name: str | None, field: str, where: str) -> Any:
-    if name not in row:
-        raise ConfigError(f"{where} has no column '{name}'; set {field} to one of: {', '.join(map(str, row))}")
-    return row[name]
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
 def _render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message], config: PromptsConfig, where: str) -> str:
@@ -267,69 +250,3 @@ def _generate_rows(task: str, config: PromptsConfig, source: str, seed: int, num
         raise ConfigError(f"{source}: prompts.task_options = {config.task_options} do not suit it: {error}") from error
     answer_column = config.answer_column or "answer"
     return [{config.prompt_column: e["question"], answer_column: e["answer"], "entry": e} for e in entries]
-
-
-def _read_rows(path: Path, config: PromptsConfig, source: str) -> list[Row]:
-    check(path.exists(), f"{source}: no such file or folder")
-    try:
-        if path.is_dir():
-            return _read_folder(path, source)
-        match path.suffix:
-            case ".jsonl" | ".json":
-                return _read_jsonl(path, source)
-            case ".csv":
-                return _read_csv(path, config, source)
-            case ".parquet":
-                return pyarrow.parquet.read_table(path).to_pylist()
-    except (UnicodeDecodeError, csv.Error, pyarrow.ArrowInvalid) as error:
-        raise ConfigError(f"{source}: cannot be read: {error}") from error
-    raise ConfigError(f"{source}: must be .jsonl, .csv, .parquet, a dataset folder or {TASK_PREFIX}<task>")
-
-
-def _read_folder(path: Path, source: str) -> list[Row]:
-    import datasets  # takes two seconds, and only this form needs it
-
-    try:
-        data = datasets.load_from_disk(str(path))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{source}: is not a folder written by datasets' save_to_disk") from error
-    if isinstance(data, datasets.DatasetDict):
-        split = "train" if len(data) > 1 else next(iter(data))
-        check(split in data, f"{source}: has no split 'train' but {', '.join(data)}: give the folder of one")
-        data = data[split]
-    return data.to_list()
-
-
-def _read_jsonl(path: Path, source: str) -> list[Row]:
-    rows = []
-    with path.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{source}: line {number} is not JSON: {error}") from error
-            check(isinstance(row, dict), f"{source}: line {number} is not a JSON object; each line must be one")
-            rows.append(row)
-    return rows
-
-
-def _read_csv(path: Path, config: PromptsConfig, source: str) -> list[Row]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        rows: list[Row] = list(csv.DictReader(file, strict=True))
-    for number, row in enumerate(rows):
-        check(None not in row, f"{source}: row {number} has more fields than the header")
-        text = row.get(config.prompt_column)
-        if text and text.startswith("["):
-            row[config.prompt_column] = _parse_messages(text)
-    return rows
-
-
-def _parse_messages(text: str) -> str | list[Message]:
-    """Return the chat messages that a CSV field holds as JSON, or the text if it holds none."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        return text
-    return value if isinstance(value, list) and value and all(map(_is_message, value)) else text

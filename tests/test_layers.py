@@ -14,10 +14,10 @@ MODULES = sorted(
 STEPS = 3  # the layer whose modules never import each other: data passes through the trainer
 LAYERS = [
     {"config", "validate", "batch", "bucket", "metrics", "progress", "distributed", "memory", "planner"},
-    {"advantage", "loss"},
-    {"models", "engines", "rewards"},
-    {"prompts", "rollout", "score", "update", "sync", "checkpoint", "average", "ptx", "demo", "record"},
-    {"build", "trainer"},
+    {"advantage", "correction", "loss"},
+    {"models", "engines", "rewards", "tables"},
+    {"prompts", "rollout", "judge", "score", "update", "sync", "checkpoint", "average", "ptx", "demo", "record"},
+    {"build", "stages", "trainer"},
     {"__main__"},
 ]
 HEAVY = {

@@ -143,7 +143,7 @@ def test_bad_rows_are_named(text, settings, message, tmp_path, monkeypatch):
     "name, content, message",
     [
         ("absent.jsonl", None, "no such file or folder"),
-        ("data.txt", b"hello", "must be .jsonl, .csv, .parquet, a dataset folder or reasoning_gym:<task>"),
+        ("data.txt", b"hello", "must be .jsonl, .csv, .parquet or a dataset folder"),
         ("data.parquet", b"not parquet", "cannot be read"),
         ("data.jsonl", b"\xff\xfe", "cannot be read"),
         ("data.csv", b'prompt,answer\n"open,b\n', "cannot be read"),
