@@ -1,10 +1,14 @@
 """Losses of actor and critic. Pure functions of tensors; token losses are elementwise, so padded and packed both do.
 
+gspo alone looks at whole sequences, and takes them packed. A new policy loss is one function and a line in
+POLICY_LOSSES.
+
 Wherever the incoming gradient is 0, as in every slot that `aggregate` masks out, the outgoing one is 0 too, whatever
-NaN or inf the slot holds: bounds are clamps, and clamp() *selects* its gradient.
+NaN or inf the slot holds: bounds are clamps and bad slots are filled, and both *select* their gradient.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +17,11 @@ from hybrid_rl_kernels.reference import at_least_float32, check_same_shape
 
 MAX_LOG_RATIO = 20.0
 """Bound of an exponent before exp(); float32 overflows above 88."""
+
+
+def bounded_exp(x: Tensor) -> Tensor:
+    """Return exp(x), x bounded to +-MAX_LOG_RATIO; beyond the bounds, and for NaN, the gradient is 0."""
+    return x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
@@ -48,29 +57,169 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": lambda d: d, "k2":
 """From log-prob differences d, at least float32, to estimates."""
 
 
-def policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor]:
-    """Return the clipped policy loss of each token, -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A).
+def kl_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, estimator: str, *, unbiased: bool) -> Tensor:
+    """Return the KL penalty of each token for the loss, to be minimised through logprobs.
+
+    An estimate that is right on average need not have a gradient that is. On tokens y of the policy p itself, with
+    reference q and d = log p - log q, the expected gradients are
+        k1: 0, as E[grad log p] = 0: noise, no penalty.
+        k2: E[d grad log p], that of KL(p || q), the penalty that is meant.
+        k3: E[(1 - q/p) grad log p], that of KL(q || p): it pulls p to cover q, and is bounded where p > q.
+    All three miss that the tokens came from the old policy as soon as p has moved. `unbiased` multiplies the estimate
+    by rho = p / p_old and differentiates through rho too, so that over tokens of the old policy, prefixes given,
+        k1, k3: is the gradient of KL(p || q), exact in expectation; k3 with less variance.
+        k2:     is that of E_p[d^2] / 2, which is KL(p || q) only to second order in d.
 
     Args:
-        logprobs, old_logprobs: one shape; rho = exp(logprobs - old_logprobs), bounded to exp(+-20).
-        advantages:             same shape, constant.
-        clip_low, clip_high:    distance of the bounds from ratio 1.
+        logprobs, old_logprobs, ref_logprobs: one shape; old and ref are constant, and old is read only if unbiased.
+        estimator:                            k1, k2 or k3, see `kl_estimate`.
+        unbiased:                             weight by rho, bounded to exp(+-20).
     Returns:
-        token_loss, is_clipped: same shape; float32 (float64 stays), and bool: a bound cuts off the gradient.
+        token_kl: same shape, float32 (float64 stays); NaN where an input that is read, or the estimate, is not finite.
     Raises:
-        ValueError: shapes differ.
-    Source: Schulman et al. 2017, eq. 7; two bounds as in Yu et al. 2025 (DAPO).
+        ValueError: shapes differ or the estimator is unknown.
+    Source: DeepSeek-AI 2025 (DeepSeek-V3.2), Unbiased KL Estimate, with k3; Tang and Munos 2025 for the
+    gradients of the plain estimates.
     """
+    check_same_shape(logprobs=logprobs, old_logprobs=old_logprobs)
+    kl = kl_estimate(logprobs, ref_logprobs, estimator)
+    if not unbiased:
+        return kl
+    log_ratio = _difference(logprobs, old_logprobs)
+    # Each factor is the other's gradient, and 0 * inf is NaN: a slot that is bad in one is filled in both.
+    is_bad = ~(kl.isfinite() & log_ratio.isfinite())
+    return bounded_exp(log_ratio.masked_fill(is_bad, torch.nan)) * kl.masked_fill(is_bad, torch.nan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyTokens:
+    """What a policy loss reads of some tokens; see `policy_loss`."""
+
+    logprobs: Tensor
+    """At least float32, as all here."""
+    log_ratio: Tensor
+    """logprobs - old_logprobs, not bounded."""
+    advantages: Tensor
+    lowest: float
+    """Lower bound of the ratio."""
+    highest: float
+    dual_clip: float | None
+    sequence_index: Tensor | None
+    num_sequences: int | None
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    kind: str = "clip",
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+    sequence_index: Tensor | None = None,
+    num_sequences: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the policy loss of each token, with A its advantage and rho = exp(logprobs - old_logprobs).
+
+    clip:  -min(rho A, clip(rho) A), and not above -dual_clip A where A < 0.
+    gspo:  the same, with the ratio of the whole sequence.
+    cispo: -sg[clip(rho)] A logprob; the bounds limit a token's weight, and no token loses its gradient.
+    pg:    -A logprob, the plain policy gradient; old_logprobs and the bounds are not read.
+
+    Args:
+        logprobs, old_logprobs: one shape; [R] packed tokens for gspo. rho is bounded to exp(+-20).
+        advantages:             same shape, constant.
+        kind:                   a name in POLICY_LOSSES.
+        clip_low, clip_high:    distance of the bounds from ratio 1; for cispo a clip_low of 1 is no lower bound.
+        dual_clip:              above 1, or None; clip and gspo only.
+        sequence_index:         [R] int64 in [0, num_sequences), the sequence of each token; read by gspo alone, which
+                                averages over all tokens that it is given.
+        num_sequences:          some may have no token.
+    Returns:
+        token_loss, is_clipped: same shape; float32 (float64 stays), and bool: a bound cuts off the gradient, or for
+                                cispo changes the weight. A NaN in an input that is read gives a NaN loss.
+    Raises:
+        ValueError: shapes differ, the kind is unknown, dual_clip does not fit, or gspo lacks its sequences.
+    """
+    if kind not in POLICY_LOSSES:
+        raise ValueError(f"kind must be one of {', '.join(POLICY_LOSSES)}, got {kind!r}")
+    if dual_clip is not None and not (dual_clip > 1 and kind in ("clip", "gspo")):
+        raise ValueError(f"dual_clip must be above 1 and goes with clip and gspo, got {dual_clip} for {kind}")
     check_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     log_ratio = _difference(logprobs, old_logprobs)
+    return POLICY_LOSSES[kind](
+        PolicyTokens(
+            logprobs=logprobs.to(log_ratio.dtype),
+            log_ratio=log_ratio,
+            advantages=advantages,
+            lowest=1 - clip_low,
+            highest=1 + clip_high,
+            dual_clip=dual_clip,
+            sequence_index=sequence_index,
+            num_sequences=num_sequences,
+        )
+    )
+
+
+def _clip(tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
+    """Source: Schulman et al. 2017, eq. 7; two bounds as in Yu et al. 2025 (DAPO); dual clip is Ye et al. 2020."""
+    advantages = tokens.advantages
     # A NaN advantage must pass through clamp() like a NaN log-prob, else 0 * NaN reaches the gradient of a masked slot.
-    log_ratio = log_ratio.masked_fill(~advantages.isfinite(), torch.nan)
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = bounded_exp(tokens.log_ratio.masked_fill(~advantages.isfinite(), torch.nan))
     objective = ratio * advantages
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    return -torch.minimum(objective, clipped), clipped < objective
+    clipped = ratio.clamp(tokens.lowest, tokens.highest) * advantages
+    is_clipped, objective = clipped < objective, torch.minimum(objective, clipped)
+    if tokens.dual_clip is not None:
+        floor = tokens.dual_clip * advantages
+        is_floored = (advantages < 0) & (objective < floor)
+        is_clipped, objective = is_clipped | is_floored, torch.where(is_floored, floor, objective)
+    return -objective, is_clipped
+
+
+def _gspo(tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
+    """Clip the sequence's ratio s = exp(mean log-ratio), in the form whose gradient flows through the token.
+
+    The ratio of token t is sg[s] * exp(logprob_t - sg[logprob_t]), of value s. Of the two forms it is the clean one: a
+    token's gradient is its own loss's, s A_t, whatever weights and advantages its neighbours have. Where these are the
+    same along a sequence, it equals the gradient of s itself, whose 1 / length the sum over the tokens undoes.
+    Source: Zheng et al. 2025 (GSPO), section 4.3, GSPO-token.
+    """
+    index, logprobs = tokens.sequence_index, tokens.logprobs
+    if index is None or tokens.num_sequences is None:
+        raise ValueError("sequence_index or num_sequences is None: gspo needs the sequence of every token")
+    check_same_shape(logprobs=logprobs, sequence_index=index)
+    log_ratio = tokens.log_ratio.detach().double()  # so that the order of addition, random on a GPU, does not show
+    sums = log_ratio.new_zeros(tokens.num_sequences).index_add_(0, index, log_ratio)
+    mean = (sums / torch.bincount(index, minlength=tokens.num_sequences))[index]
+    return _clip(replace(tokens, log_ratio=mean.to(logprobs.dtype) + (logprobs - logprobs.detach())))
+
+
+def _cispo(tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
+    """Source: MiniMax 2025 (MiniMax-M1), eq. 4 and 5, where the lower bound is off."""
+    ratio = bounded_exp(tokens.log_ratio.detach())
+    weights = ratio.clamp(tokens.lowest, tokens.highest)
+    return _weighted_likelihood(weights * tokens.advantages, tokens.logprobs), weights != ratio
+
+
+def _pg(tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
+    """Source: Williams 1992 (REINFORCE)."""
+    loss = _weighted_likelihood(tokens.advantages, tokens.logprobs)
+    return loss, torch.zeros_like(loss, dtype=torch.bool)
+
+
+def _weighted_likelihood(weights: Tensor, logprobs: Tensor) -> Tensor:
+    """Return -weights * logprobs, NaN and without gradient where a weight is not finite."""
+    return -weights * logprobs.masked_fill(~weights.isfinite(), torch.nan)
+
+
+POLICY_LOSSES: dict[str, Callable[[PolicyTokens], tuple[Tensor, Tensor]]] = {
+    "clip": _clip,
+    "gspo": _gspo,
+    "cispo": _cispo,
+    "pg": _pg,
+}
+"""From tokens to their losses, and whether a bound was in the way."""
 
 
 def value_loss(

@@ -7,7 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybrid_rl.loss import aggregate, kl_estimate, policy_loss, token_weights, value_loss
+from hybrid_rl.loss import (
+    KL_ESTIMATORS,
+    aggregate,
+    kl_estimate,
+    kl_loss,
+    policy_loss,
+    token_weights,
+    value_loss,
+)
 
 MODES = ["token_mean", "sequence_mean", "sequence_sum_constant"]
 GARBAGE = [math.nan, math.inf, -math.inf, 3e38, -7.5]
@@ -15,7 +23,14 @@ TOKEN_LOSSES: dict[str, tuple[int, Callable[..., Tensor]]] = {
     "k1": (2, lambda x, y: kl_estimate(x, y, "k1")),
     "k2": (2, lambda x, y: kl_estimate(x, y, "k2")),
     "k3": (2, lambda x, y: kl_estimate(x, y, "k3")),
-    "policy": (3, lambda x, y, z: policy_loss(x, y, z, clip_low=0.2, clip_high=0.3)[0]),
+    "kl loss": (3, lambda x, y, z: kl_loss(x, y, z, "k3", unbiased=False)),
+    "unbiased k1": (3, lambda x, y, z: kl_loss(x, y, z, "k1", unbiased=True)),
+    "unbiased k2": (3, lambda x, y, z: kl_loss(x, y, z, "k2", unbiased=True)),
+    "unbiased k3": (3, lambda x, y, z: kl_loss(x, y, z, "k3", unbiased=True)),
+    "clip": (3, lambda x, y, z: policy_loss(x, y, z, clip_low=0.2, clip_high=0.3)[0]),
+    "dual clip": (3, lambda x, y, z: policy_loss(x, y, z, clip_low=0.2, clip_high=0.3, dual_clip=1.5)[0]),
+    "cispo": (3, lambda x, y, z: policy_loss(x, y, z, kind="cispo", clip_low=0.2, clip_high=0.3)[0]),
+    "pg": (3, lambda x, y, z: policy_loss(x, y, z, kind="pg", clip_low=0.2, clip_high=0.3)[0]),
     "value": (3, lambda x, y, z: value_loss(x, y, z, value_clip=0.5)[0]),
     "value, not clipped": (3, lambda x, y, z: value_loss(x, y, z, value_clip=None)[0]),
 }
@@ -69,47 +84,72 @@ def test_kl_has_its_gradients():
         assert torch.autograd.gradcheck(lambda x, e=estimator: kl_estimate(x, torch.zeros_like(x), e), (logprobs,))
 
 
-def test_policy_loss_by_hand():
-    # clip to [0.8, 1.3]. A > 0 loses what is above, A < 0 what is below; the other sides stay as they are.
-    ratio = torch.tensor([1.0, 1.5, 0.5, 1.5, 0.5])
-    advantages = torch.tensor([2.0, 2, 2, -2, -2])
-    losses, gradient = value_and_gradient(
-        lambda x: policy_loss(x, torch.zeros(5), advantages, clip_low=0.2, clip_high=0.3)[0], ratio.log()
+THETA = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64)
+REF = torch.tensor([0.1, 0.5, 0.4], dtype=torch.float64).log_softmax(0)
+OLD = torch.tensor([-0.4, 0.2, 0.3], dtype=torch.float64).log_softmax(0)
+
+
+def expected_kl_loss_gradient(old: Tensor, estimator: str, *, unbiased: bool) -> Tensor:
+    """Return the expected gradient of kl_loss in the three logits THETA, over one token from the old policy."""
+
+    def expectation(theta: Tensor) -> Tensor:
+        return old.exp() * kl_loss(theta.log_softmax(0), old, REF, estimator, unbiased=unbiased)
+
+    return value_and_gradient(expectation, THETA)[1]
+
+
+def divergence(p: Tensor, q: Tensor) -> Tensor:
+    return (p.exp() * (p - q)).sum()
+
+
+def test_plain_kl_loss_pulls_as_its_docstring_says():
+    policy = THETA.log_softmax(0)
+    reverse, forward = (
+        value_and_gradient(lambda x: divergence(x.log_softmax(0), REF), THETA)[1],
+        value_and_gradient(lambda x: divergence(REF, x.log_softmax(0)), THETA)[1],
     )
-    # -min(1*2, 1*2), -min(3, 1.3*2), -min(1, 0.8*2), -min(-3, 1.3*-2), -min(-1, 0.8*-2)
-    assert losses.tolist() == pytest.approx([-2, -2.6, -1, 3, 1.6])
-    assert gradient.tolist() == pytest.approx([-2, 0, -1, 3, 0])  # -rho A where not clipped
-    _, is_clipped = policy_loss(ratio.log(), torch.zeros(5), advantages, clip_low=0.2, clip_high=0.3)
-    assert is_clipped.tolist() == [False, True, False, False, True]
+    for estimator, expected in {"k1": torch.zeros(3, dtype=torch.float64), "k2": reverse, "k3": forward}.items():
+        torch.testing.assert_close(expected_kl_loss_gradient(policy, estimator, unbiased=False), expected)
+    assert (reverse - forward).abs().max() > 0.01
 
 
-def test_at_ratio_one_the_gradient_is_the_plain_policy_gradient():
-    logprobs, advantages = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(0))
-    losses, gradient = value_and_gradient(
-        lambda x: policy_loss(x, logprobs, advantages, clip_low=0.2, clip_high=0.2)[0], logprobs
-    )
-    _, plain = value_and_gradient(lambda x: -x * advantages, logprobs)
-    assert torch.equal(gradient, plain)
-    assert torch.equal(losses, -advantages)
+@pytest.mark.parametrize("old", [OLD, THETA.log_softmax(0)])
+def test_unbiased_kl_loss_has_the_gradient_of_kl_from_any_old_policy(old):
+    _, reverse = value_and_gradient(lambda x: divergence(x.log_softmax(0), REF), THETA)
+    for estimator in ("k1", "k3"):
+        torch.testing.assert_close(expected_kl_loss_gradient(old, estimator, unbiased=True), reverse)
+    _, half_square = value_and_gradient(
+        lambda x: x.softmax(0) * (x.log_softmax(0) - REF).square() / 2, THETA
+    )  # of E_p[d^2] / 2
+    torch.testing.assert_close(expected_kl_loss_gradient(old, "k2", unbiased=True), half_square)
 
 
-def test_ratio_far_out_stays_finite():
-    logprobs = torch.tensor([0.0, -1e3, 0, -1e3])
-    advantages = torch.tensor([1.0, 1, -1, -1])
-    losses, gradient = value_and_gradient(
-        lambda x: policy_loss(x, -1e3 - logprobs, advantages, clip_low=0.2, clip_high=0.2)[0], logprobs
-    )
-    # Ratios exp(20), exp(-20), exp(20), exp(-20): clipped for A > 0 above and A < 0 below, bounded elsewhere.
-    assert losses.tolist() == pytest.approx([-1.2, -math.exp(-20), math.exp(20), 0.8], rel=1e-5)
-    assert not gradient.any()
+def test_kl_loss_by_hand():
+    # d = 0.5 and rho = 2. k1: 2 * 0.5; k2: 2 * 0.125; k3: 2 * (exp(-0.5) - 0.5).
+    logprobs, ref = torch.tensor([-1.0]), torch.tensor([-1.5])
+    old = logprobs - math.log(2)
+    for estimator, value in {"k1": 0.5, "k2": 0.125, "k3": math.exp(-0.5) - 0.5}.items():
+        # The slope of d itself: 1, d, 1 - exp(-d); of rho: rho.
+        slope = {"k1": 1, "k2": 0.5, "k3": 1 - math.exp(-0.5)}[estimator]
+        plain, gradient = value_and_gradient(lambda x, e=estimator: kl_loss(x, old, ref, e, unbiased=False), logprobs)
+        assert (plain.item(), gradient.item()) == pytest.approx((value, slope))
+        unbiased, gradient = value_and_gradient(lambda x, e=estimator: kl_loss(x, old, ref, e, unbiased=True), logprobs)
+        assert (unbiased.item(), gradient.item()) == pytest.approx((2 * value, 2 * (value + slope)))
+
+
+@pytest.mark.parametrize("estimator", sorted(KL_ESTIMATORS))
+def test_kl_loss_far_out_stays_finite(estimator):
+    logprobs, old, ref = torch.tensor([[-80.0, 0, 0], [0, -80, 0], [0, -80, -80], [-80, 0, -80]]).unbind(1)
+    kl, gradient = value_and_gradient(lambda x: kl_loss(x, old, ref, estimator, unbiased=True), logprobs)
+    assert kl.isfinite().all() and gradient.isfinite().all()
+    assert kl[1].item() == kl[3].item() == 0  # d = 0, whatever the ratio
 
 
 @pytest.mark.parametrize("place", range(3))
-def test_policy_loss_shows_nan(place):
+def test_kl_loss_shows_nan(place):
     inputs = [torch.zeros(2), torch.zeros(2), torch.ones(2)]
     inputs[place][1] = math.nan
-    loss, _ = policy_loss(*inputs, clip_low=0.2, clip_high=0.2)
-    assert loss.isnan().tolist() == [False, True]
+    assert kl_loss(*inputs, "k3", unbiased=True).isnan().tolist() == [False, True]
 
 
 def test_value_loss_by_hand():
@@ -124,11 +164,12 @@ def test_value_loss_by_hand():
     assert unclipped.tolist() == [0.5, 0.5, 2] and not is_clipped.any()
 
 
-def test_policy_and_value_loss_have_their_gradients():
+def test_kl_and_value_loss_have_their_gradients():
     x = torch.tensor([-0.9, -0.1, 0.05, 0.7], dtype=torch.float64, requires_grad=True)
     y = torch.zeros_like(x)
     for z in (torch.ones_like(x), -torch.ones_like(x)):
-        assert torch.autograd.gradcheck(lambda x, z=z: policy_loss(x, y, z, clip_low=0.2, clip_high=0.2)[0], (x,))
+        for estimator in KL_ESTIMATORS:
+            assert torch.autograd.gradcheck(lambda x, z=z, e=estimator: kl_loss(x, y, z, e, unbiased=True), (x,))
         assert torch.autograd.gradcheck(lambda x, z=z: value_loss(x, y, z, value_clip=0.5)[0], (x,))
 
 
@@ -226,8 +267,10 @@ def test_what_does_not_fit_is_refused():
         kl_estimate(x, x, "k4")
     with pytest.raises(ValueError, match=r"ref_logprobs \[2, 1\]"):
         kl_estimate(x, x[:, :1], "k1")
-    with pytest.raises(ValueError, match=r"advantages \[2, 1\]"):
-        policy_loss(x, x, x[:, :1], clip_low=0.2, clip_high=0.2)
+    with pytest.raises(ValueError, match=r"old_logprobs \[2, 1\]"):
+        kl_loss(x, x[:, :1], x, "k1", unbiased=False)
+    with pytest.raises(ValueError, match="k1, k2, k3"):
+        kl_loss(x, x, x, "k4", unbiased=True)
     with pytest.raises(ValueError, match=r"returns \[3\]"):
         value_loss(x, x, x[0], value_clip=None)
     with pytest.raises(ValueError, match=r"token_loss \[2, 1\]"):
