@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.distributed import World
@@ -90,15 +91,21 @@ def load_rng(folder: Path, world: World) -> None:
 
 def export(folder: Path, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase, world: World) -> None:
     """Write actor and tokenizer as a Hugging Face folder that transformers and vLLM load; a collective under ZeRO-3."""
-    names = [name for name, _, _ in actor.named_shapes()]
-    with actor.gathered(names) as tensors:
-        if world.is_main:
-            partial = folder.with_name(f".partial-{folder.name}")
-            shutil.rmtree(partial, ignore_errors=True)
-            actor.model.save_pretrained(partial, state_dict={name: t.cpu() for name, t in tensors.items()})
-            tokenizer.save_pretrained(partial)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(partial, folder)
+    with actor.gathered([name for name, _, _ in actor.named_shapes()]) as tensors:
+        export_weights(folder, actor, tensors, tokenizer, world)
+
+
+def export_weights(
+    folder: Path, actor: TrainEngine, tensors: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase, world: World
+) -> None:
+    """Write such a folder with other weights than the actor's own; only those of rank 0 count."""
+    if world.is_main:
+        partial = folder.with_name(f".partial-{folder.name}")
+        shutil.rmtree(partial, ignore_errors=True)
+        actor.model.save_pretrained(partial, state_dict={name: t.cpu() for name, t in tensors.items()})
+        tokenizer.save_pretrained(partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
     world.barrier()
 
 
