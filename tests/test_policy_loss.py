@@ -150,6 +150,17 @@ def test_a_token_that_does_not_count_gets_no_gradient_from_its_sequence():
     assert (gradient != 0).tolist() == [True, False, True]
 
 
+def test_all_tokens_of_a_sequence_have_one_ratio():
+    generator = torch.Generator().manual_seed(0)
+    index = torch.arange(40) % 4
+    logprobs = -30 * torch.rand(40, generator=generator)
+    old_logprobs = logprobs + 1e-3 * torch.randn(40, generator=generator)
+    losses, _ = gspo(logprobs, old_logprobs, torch.ones(40), index)  # minus the ratio: all lie within the bounds
+    for sequence in range(4):
+        assert len(losses[index == sequence].unique()) == 1
+    assert len(losses.unique()) == 4
+
+
 def test_gspo_of_no_tokens():
     nothing, index = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
     losses, gradient = value_and_gradient(lambda x: gspo(x, nothing, nothing, index)[0], nothing)
