@@ -190,8 +190,9 @@ def _gspo(tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
         raise ValueError("sequence_index or num_sequences is None: gspo needs the sequence of every token")
     check_same_shape(logprobs=logprobs, sequence_index=index)
     log_ratio = tokens.log_ratio.detach().double()  # so that the order of addition, random on a GPU, does not show
-    sums = log_ratio.new_zeros(tokens.num_sequences).index_add_(0, index, log_ratio)
-    mean = (sums / torch.bincount(index, minlength=tokens.num_sequences))[index]
+    addends = torch.stack([log_ratio, torch.ones_like(log_ratio)])
+    sums, counts = addends.new_zeros(2, tokens.num_sequences).index_add_(1, index, addends)
+    mean = (sums / counts)[index]
     return _clip(replace(tokens, log_ratio=mean.to(logprobs.dtype) + (logprobs - logprobs.detach())))
 
 
