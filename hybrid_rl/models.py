@@ -1,13 +1,13 @@
 """The models as the trainer sees them: packed tokens in, log-probs or values of the response tokens out."""
 
-import importlib.util
 import inspect
+import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -17,14 +17,36 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
+from hybrid_rl.attention import choose_attention, packing_arguments
 from hybrid_rl.batch import Packed
-from hybrid_rl.config import Config, ConfigError, ModelsConfig, check
+from hybrid_rl.config import Config, ConfigError, LoraConfig, ModelsConfig, check
+from hybrid_rl.lora import add_adapters
 from hybrid_rl_kernels import fused_logprobs
 
-# Logits that are scaled or capped after the head; the log-prob head does not apply these yet.
-_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitShape:
+    """What a model does with its head's output: scale it, then cap it by cap * tanh(x / cap)."""
+
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return the model's logits of its head's output."""
+        scaled = logits * self.logit_scale
+        return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
+
+
+def logit_shape(config: PretrainedConfig) -> LogitShape:
+    """Return what a model of this config does; check_head proves it of the model itself."""
+    text = config.get_text_config()
+    factor = getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None) or 1.0
+    scaling = getattr(text, "logits_scaling", None) or 1.0  # Granite and MiniCPM divide by it, HyperCLOVA X multiplies
+    factor = factor * scaling if text.model_type == "hyperclovax" else factor / scaling
+    return LogitShape(logit_scale=factor, softcap=getattr(text, "final_logit_softcapping", None))
 
 
 class LogprobHead(nn.Linear):
@@ -33,11 +55,22 @@ class LogprobHead(nn.Linear):
     It lives inside the model, so that ZeRO-3's hooks and tied embeddings see an ordinary call of the module.
     """
 
+    shape = LogitShape()
+    """Of the log-probs; of logits the model itself takes care."""
+
     def forward(self, hidden: Tensor, targets: Tensor | None = None, temperature: float = 1.0) -> Any:
         """Return logits [..., V]; with targets [R] and hidden [R, H] return (log-probs [R], entropy [R]) in float32."""
         if targets is None:
             return super().forward(hidden)
-        return fused_logprobs(hidden, self.weight, targets, temperature, self.bias)
+        return fused_logprobs(
+            hidden,
+            self.weight,
+            targets,
+            temperature,
+            self.bias,
+            logit_scale=self.shape.logit_scale,
+            softcap=self.shape.softcap,
+        )
 
 
 class ValueHead(nn.Linear):
@@ -55,25 +88,41 @@ class PackedModel(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self.is_padded = not _can_pack(model)
+        """Whether sequences are laid out in rows of equal length on their way through the model."""
+
+    def arguments(
+        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_length: int
+    ) -> dict[str, Tensor | int]:
+        """Return what the Hugging Face model is called with: one row of N tokens, or [S, L] padded on the right."""
+        if not self.is_padded:
+            arguments = packing_arguments(self.model, cu_seqlens, max_length)
+            return {"input_ids": input_ids, "position_ids": position_ids, **arguments}
+        mask = _row_mask(cu_seqlens, max_length)
+        rows = input_ids.new_zeros(mask.shape).masked_scatter(mask, input_ids)
+        return {"input_ids": rows, "attention_mask": mask.long()}
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_length: int) -> Tensor:
         """Return the last hidden states, [N, H]."""
-        lengths: dict[str, Any] = {}
-        if self.model.config._attn_implementation in ("varlen", "flash_attention_2"):
-            lengths = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
-            lengths |= {"max_length_q": max_length, "max_length_k": max_length}
-        elif getattr(self.model.config, "sliding_window", None) is None:
-            # Not every model makes its mask from position_ids: OPT's sequences would see their neighbours.
-            lengths = {"attention_mask": _block_causal_mask(cu_seqlens, input_ids.shape[1])}
-        output = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **lengths)
-        return output.last_hidden_state[0]
+        arguments = self.arguments(input_ids, position_ids, cu_seqlens, max_length)
+        output = self.model.base_model(use_cache=False, **arguments).last_hidden_state
+        return output[_row_mask(cu_seqlens, max_length)] if self.is_padded else output[0]
 
 
-def _block_causal_mask(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Return [1, 1, N, N] bool: each token sees itself and what stands before it in its own sequence."""
-    place = torch.arange(num_tokens, device=cu_seqlens.device)
-    sequence = torch.bucketize(place, cu_seqlens, right=True)
-    return ((sequence[:, None] == sequence) & (place[:, None] >= place))[None, None]
+def _can_pack(model: PreTrainedModel) -> bool:
+    """Return whether position ids and masks keep packed sequences apart; ALiBi and recurrences know neither."""
+    config = model.config.get_text_config()
+    return (
+        "position_ids" in inspect.signature(model.base_model.forward).parameters
+        and not model._is_stateful
+        and not getattr(config, "alibi", False)
+        and getattr(config, "attention_chunk_size", None) is None  # chunks start where the row does
+    )
+
+
+def _row_mask(cu_seqlens: Tensor, max_length: int) -> Tensor:
+    """Return [S, L] bool, true where a sequence has a token when each starts a row of its own."""
+    return torch.arange(max_length, device=cu_seqlens.device) < cu_seqlens.diff()[:, None]
 
 
 class Actor(PackedModel):
@@ -115,38 +164,6 @@ def packed_inputs(packed: Packed) -> dict[str, Any]:
     }
 
 
-def varlen_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int | None = None,
-    sliding_window: int | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention within each packed sequence through torch's own varlen kernel; query is [1, heads, N, D]."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    if cu_seq_lens_q is None or max_length_q is None:
-        raise ValueError("varlen attention needs the lengths of the packed sequences; this model drops them on the way")
-    groups = query.shape[1] // key.shape[1]
-    query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    window = (-1 if sliding_window is None else sliding_window - 1, 0)
-    output: Any = varlen_attn(
-        query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, window_size=window
-    )
-    return output[None], None
-
-
-AttentionInterface.register("varlen", varlen_attention)
-AttentionMaskInterface.register("varlen", flash_attention_mask)
-
-
 def choose_dtype(setting: str, device: torch.device) -> torch.dtype:
     """Return the dtype of parameters: as set, or bfloat16 on a GPU and float32 on a CPU."""
     if setting == "auto":
@@ -154,30 +171,16 @@ def choose_dtype(setting: str, device: torch.device) -> torch.dtype:
     return getattr(torch, setting)
 
 
-def choose_attention(setting: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Return the attention implementation: as set, or flash-attn where it is installed, varlen on a GPU, else SDPA."""
-    if setting != "auto":
-        return setting
-    if device.type != "cuda" or dtype == torch.float32:
-        return "sdpa"
-    return "flash_attention_2" if importlib.util.find_spec("flash_attn") else "varlen"
-
-
 def load_config(path: str, *, field: str) -> PretrainedConfig:
     """Return a model's config with every dropout at 0.
 
     Raises:
-        ConfigError: names the field when the folder holds no model, or one whose logits are transformed after the head.
+        ConfigError: names the field when the folder holds no model.
     """
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{field} = {path}: no Hugging Face model there ({str(error).splitlines()[0]})") from error
-    for name in _LOGIT_TRANSFORMS:
-        check(
-            getattr(config, name, None) in (None, 1.0),
-            f"{field} = {path}: config.{name} = {getattr(config, name, None)} transforms the logits, not supported yet",
-        )
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
@@ -187,9 +190,11 @@ def load_config(path: str, *, field: str) -> PretrainedConfig:
 def check_models(config: Config) -> None:
     """Check what the models' folders can tell before anything is loaded.
 
+    A reward model may have a tokenizer of its own: its text is then encoded again, to a length that is not known here.
+
     Raises:
-        ConfigError: a folder holds no model; a sequence would be longer than a model allows; a model has another
-            tokenizer than the actor.
+        ConfigError: a folder holds no model; a sequence would be longer than a model allows; critic or reference has
+            another tokenizer than the actor, or the critic would start as a reward model that has.
     """
     paths = {name: getattr(config.models, name) for name in ("actor", "critic", "reference", "reward")}
     paths = {f"models.{name}": path for name, path in paths.items() if path is not None}
@@ -197,24 +202,24 @@ def check_models(config: Config) -> None:
     configs = {field: load_config(path, field=field) for field, path in paths.items()}
     vocabulary = load_tokenizer(config.models.actor).get_vocab()
     for field, path in paths.items():
-        limit = getattr(configs[field], "max_position_embeddings", None)
+        has_own_tokens = load_tokenizer(path).get_vocab() != vocabulary
+        if has_own_tokens and field == "models.reward":
+            check(
+                config.models.critic is not None or not config.has_critic,
+                f"models.critic is null and would start as models.reward = {path}, whose tokenizer is not the actor's: "
+                "give a critic, such as the actor's folder",
+            )
+            continue
+        check(
+            not has_own_tokens,
+            f"{field} = {path}: its tokenizer is not the actor's, so it would read other tokens than were sampled",
+        )
+        limit = getattr(configs[field].get_text_config(), "max_position_embeddings", None)
         check(
             limit is None or prompt + response <= limit,
             f"prompts.max_prompt_tokens {prompt} + rollout.max_response_tokens {response} = {prompt + response}: "
             f"{field} = {path} takes at most {limit} tokens",
         )
-        check(
-            load_tokenizer(path).get_vocab() == vocabulary,
-            f"{field} = {path}: its tokenizer is not the actor's, so it would read other tokens than were sampled",
-        )
-
-
-def _prepare(model: PreTrainedModel, path: str, config: ModelsConfig) -> PreTrainedModel:
-    parameters = inspect.signature(model.base_model.forward).parameters
-    check("position_ids" in parameters, f"{path}: {type(model).__name__} takes no position_ids and cannot be packed")
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
 
 
 def _load(auto_class: Any, path: str, config: ModelsConfig, device: torch.device, *, field: str, **extra: Any) -> Any:
@@ -222,34 +227,126 @@ def _load(auto_class: Any, path: str, config: ModelsConfig, device: torch.device
     model_config = load_config(path, field=field)
     for name, value in extra.items():
         setattr(model_config, name, value)
+    model_class = auto_class._model_mapping.get(type(model_config), None)
+    check(model_class is not None, f"{field} = {path}: {auto_class.__name__} knows no {model_config.model_type}")
+    attention = choose_attention(config.attention, device, dtype, model_class, model_config, field=field)
     try:
         model, info = auto_class.from_pretrained(
-            path,
-            config=model_config,
-            dtype=dtype,
-            attn_implementation=choose_attention(config.attention, device, dtype),
-            output_loading_info=True,
+            path, config=model_config, dtype=dtype, attn_implementation=attention, output_loading_info=True
         )
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(f"{field} = {path}: cannot be loaded ({str(error).splitlines()[0]})") from error
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     # from_pretrained leaves evaluation mode, in which transformers ignores gradient checkpointing.
-    return _prepare(model.to(device).train(), path, config), set(info["missing_keys"])
+    return model.to(device).train(), set(info["missing_keys"])
 
 
-def load_actor(path: str, config: ModelsConfig, device: torch.device, *, field: str = "models.actor") -> Actor:
-    """Return the causal language model of a folder, in training mode without dropout, on the device."""
+def _probe(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the inputs of two packed sequences, and of the second alone, its four tokens the last of seven."""
+    places = torch.tensor([[0, 1, 2, 0, 1, 2, 3]], device=model.device)
+    ids = torch.arange(7, device=model.device)[None] % model.config.get_text_config().vocab_size
+    ends = torch.tensor([0, 3, 7], dtype=torch.int32, device=model.device)
+    both = {"input_ids": ids, "position_ids": places, "cu_seqlens": ends, "max_length": 4}
+    return both, both | {"input_ids": ids[:, 3:], "position_ids": places[:, 3:], "cu_seqlens": ends[1:] - 3}
+
+
+def _is_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether they are equal but for rounding; what a probe looks for is as large as the values themselves."""
+    tolerance = 0.1 if dtype in (torch.bfloat16, torch.float16) else 1e-3
+    return bool((found.float() - expected.float()).norm() <= tolerance * expected.float().norm())
+
+
+@torch.no_grad()
+def _is_packed_like_alone(module: PackedModel) -> bool:
+    """Return whether a sequence gets beside another one what it gets alone."""
+    both, alone = _probe(module.model)
+    try:
+        return _is_close(module.hidden(**both)[3:], module.hidden(**alone), module.model.dtype)
+    except ValueError:  # varlen attention, of a model that does not hand on the lengths
+        if module.is_padded:
+            raise
+        return False
+
+
+def _settle_layout(module: PackedModel, config: ModelsConfig, path: str, *, field: str) -> None:
+    """Prove that the model keeps packed sequences apart; where it does not, run them padded, and prove that.
+
+    Raises:
+        ConfigError: neither works, or the attention that was set cannot run padded.
+    """
+    model = module.model
+    name = f"{field} = {path}: {type(model).__name__}"
+    if not module.is_padded and _is_packed_like_alone(module):
+        return
+    module.is_padded = True
+    _logger.warning("%s cannot keep packed sequences apart and runs them padded to the longest, which costs time", name)
+    if model.config._attn_implementation == "varlen":
+        check(config.attention == "auto", f"models.attention = varlen: {name} runs padded; use sdpa or auto")
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    check(_is_packed_like_alone(module), f"{name} gives a sequence other hidden states beside another one than alone")
+
+
+@torch.no_grad()
+def _check_head(actor: "Actor", path: str, *, field: str) -> None:
+    """Prove that the model's own logits are those that log-probs are taken of.
+
+    Raises:
+        ConfigError: the model does more to them than logit_shape knows.
+    """
+    model, (_, alone) = actor.model, _probe(actor.model)
+    head = model.get_output_embeddings()
+    ours = head.shape.apply(head(actor.hidden(**alone)).float())
+    theirs = model(use_cache=False, **actor.arguments(**alone)).logits[0]
+    check(
+        _is_close(ours, theirs, model.dtype),
+        f"{field} = {path}: {type(model).__name__} changes logits after its head in a way that is not known here",
+    )
+
+
+def load_actor(
+    path: str,
+    config: ModelsConfig,
+    device: torch.device,
+    *,
+    field: str = "models.actor",
+    lora: LoraConfig | None = None,
+) -> Actor:
+    """Return the causal language model of a folder, in training mode without dropout, on the device.
+
+    Args:
+        lora: with a rank, all weights are frozen and adapters learn instead.
+    Raises:
+        ConfigError: names the field when the model cannot be loaded or run on packed sequences.
+    """
     model, _ = _load(AutoModelForCausalLM, path, config, device, field=field)
-    model.get_output_embeddings().__class__ = LogprobHead
-    return Actor(model)
+    head = model.get_output_embeddings()
+    check(type(head) is nn.Linear, f"{field} = {path}: {type(model).__name__} has no linear output projection")
+    head.__class__ = LogprobHead
+    head.shape = logit_shape(model.config)
+    actor = Actor(model)
+    _settle_layout(actor, config, path, field=field)
+    _check_head(actor, path, field=field)
+    if lora and lora.rank:
+        add_adapters(model, lora, heads=[head])
+    return actor
 
 
 def load_value_model(
-    path: str, config: ModelsConfig, device: torch.device, *, field: str, new_head: bool = False
+    path: str,
+    config: ModelsConfig,
+    device: torch.device,
+    *,
+    field: str,
+    new_head: bool = False,
+    lora: LoraConfig | None = None,
 ) -> ValueModel:
     """Return the sequence classifier of a folder; with new_head, a folder without a head gets one of zeros.
 
+    Args:
+        lora: with a rank, all weights but the head's are frozen and adapters learn instead.
     Raises:
-        ConfigError: the folder has no trained head and new_head is false.
+        ConfigError: the folder has no trained head and new_head is false; the model cannot be loaded or packed.
     """
     model, missing = _load(AutoModelForSequenceClassification, path, config, device, field=field, num_labels=1)
     check(hasattr(model, "score"), f"{field} = {path}: {type(model).__name__} has no `score` head")
@@ -257,7 +354,12 @@ def load_value_model(
         check(new_head, f"{field} = {path}: the folder holds no trained `score` head, so it cannot judge responses")
         nn.init.zeros_(model.score.weight)
     model.score.__class__ = ValueHead
-    return ValueModel(model)
+    value_model = ValueModel(model)
+    _settle_layout(value_model, config, path, field=field)
+    if lora and lora.rank:
+        add_adapters(model, lora, heads=[model.score])
+        model.score.requires_grad_(True)
+    return value_model
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

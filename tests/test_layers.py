@@ -15,7 +15,7 @@ STEPS = 3  # the layer whose modules never import each other: data passes throug
 LAYERS = [
     {"config", "validate", "batch", "bucket", "metrics", "progress", "distributed", "memory", "planner"},
     {"advantage", "correction", "loss"},
-    {"models", "engines", "rewards", "tables"},
+    {"models", "attention", "lora", "engines", "rewards", "tables"},
     {"prompts", "rollout", "judge", "score", "update", "sync", "checkpoint", "average", "ptx", "demo", "record"},
     {"build", "stages", "trainer"},
     {"__main__"},
@@ -23,6 +23,7 @@ LAYERS = [
 HEAVY = {
     "vllm": {"hybrid_rl/engines/vllm.py", "hybrid_rl/engines/vllm_worker.py"},
     "deepspeed": {"hybrid_rl/engines/deepspeed.py"},
+    "peft": {"hybrid_rl/lora.py"},
     "ray": set(),
     "wandb": set(),
 }

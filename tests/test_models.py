@@ -1,6 +1,7 @@
-"""Packed, padded and alone give the same numbers, for four architectures; what cannot be packed is refused."""
+"""Packed, padded and alone give the same numbers, for every family of models; what cannot be right is refused."""
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,16 +16,28 @@ from transformers import (
     AutoTokenizer,
     BloomConfig,
     CohereConfig,
+    FalconConfig,
+    FalconH1Config,
     Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     GPT2Config,
+    GptOssConfig,
+    GraniteConfig,
+    HyperCLOVAXConfig,
+    Lfm2Config,
     LlamaConfig,
+    MistralConfig,
+    MptConfig,
     OPTConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from hybrid_rl.batch import Packed, Prompt, Rollout, TrainBatch, make_train_batch, pack, split
-from hybrid_rl.config import Config, ConfigError, ModelsConfig, PromptsConfig, RolloutConfig
+from hybrid_rl.config import AdvantageConfig, Config, ConfigError, ModelsConfig, PromptsConfig, RolloutConfig
 from hybrid_rl.models import (
     Actor,
     LogprobHead,
@@ -46,6 +59,33 @@ CONFIGS: dict[str, Callable[..., PretrainedConfig]] = {
     "qwen2": lambda **o: Qwen2Config(**IDS, **SIZES, intermediate_size=48, num_key_value_heads=1, **o),
     "gpt2": lambda **o: GPT2Config(**IDS, n_embd=32, n_layer=2, n_head=2, n_positions=64, **o),
     "opt": lambda **o: OPTConfig(**IDS, **SIZES, ffn_dim=48, word_embed_proj_dim=16, **o),
+}
+SMALL = {**IDS, **SIZES, "intermediate_size": 48, "num_key_value_heads": 1}
+GEMMA = {**SMALL, "head_dim": 16, "sliding_window": 4}
+CAPPED = {**GEMMA, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 16}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 4}
+# Windows are shorter than the sequences, caps and scales far from doing nothing.
+FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
+    "qwen3": lambda **o: Qwen3Config(**SMALL, head_dim=16, **o),
+    "qwen3-moe": lambda **o: Qwen3MoeConfig(**SMALL, head_dim=16, **MOE, **o),
+    "mistral": lambda **o: MistralConfig(**SMALL, sliding_window=4, **o),
+    "gemma": lambda **o: GemmaConfig(**SMALL, head_dim=16, **o),
+    "gemma2": lambda **o: Gemma2Config(**CAPPED, attn_logit_softcapping=1.0, **o),
+    "gemma2-uncapped-attention": lambda **o: Gemma2Config(**CAPPED, attn_logit_softcapping=None, **o),
+    "gemma3": lambda **o: Gemma3TextConfig(**GEMMA, layer_types=["sliding_attention", "full_attention"], **o),
+    "cohere": lambda **o: CohereConfig(**SMALL, logit_scale=0.25, **o),
+    "granite": lambda **o: GraniteConfig(**SMALL, logits_scaling=4.0, embedding_multiplier=2.0, **o),
+    "hyperclova": lambda **o: HyperCLOVAXConfig(**SMALL, logits_scaling=0.3, **o),
+    "falcon": lambda **o: FalconConfig(**IDS, **SIZES, alibi=False, **o),
+}
+PADDED: dict[str, Callable[..., PretrainedConfig]] = {
+    "bloom": lambda **o: BloomConfig(**IDS, hidden_size=32, n_layer=2, n_head=2, **o),
+    "mpt": lambda **o: MptConfig(vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=2, max_seq_len=64, **o),
+    "falcon-alibi": lambda **o: FalconConfig(**IDS, **SIZES, alibi=True, **o),
+    "gpt-oss": lambda **o: GptOssConfig(**SMALL, head_dim=16, num_local_experts=4, sliding_window=4, **o),
+    "falcon-h1": lambda **o: FalconH1Config(**SMALL, **MAMBA, lm_head_multiplier=0.3, **o),
+    "lfm2": lambda **o: Lfm2Config(**SMALL, layer_types=["conv", "full_attention"], **o),
 }
 ARCHITECTURES = [(name, tied) for name in CONFIGS for tied in (True, False)]
 
@@ -281,20 +321,90 @@ def test_reward_model_with_two_labels_is_refused(tiny, tmp_path):
         load_value_model(str(folder), ModelsConfig(), CPU, field="models.reward")
 
 
-@pytest.mark.parametrize(
-    "config, name",
-    [(Gemma2Config(final_logit_softcapping=30.0), "final_logit_softcapping"), (CohereConfig(), "logit_scale")],
-)
-def test_transformed_logits_are_refused(tmp_path, config, name):
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=rf"models.actor = .*: config.{name} = .* transforms the logits"):
-        load_actor(str(tmp_path), ModelsConfig(), CPU)
+@pytest.fixture(scope="module", params=[*FAMILIES, *PADDED])
+def family(request, tiny, tmp_path_factory) -> tuple[str, Path]:
+    """Name and folder of one model more of each family that vLLM serves."""
+    config = (FAMILIES | PADDED)[request.param]()
+    folder = tmp_path_factory.mktemp(request.param)
+    return request.param, save_random(AutoModelForCausalLM, config, folder, tiny / "policy")
 
 
-def test_model_without_position_ids_is_refused(tiny, tmp_path):
-    config = BloomConfig(vocab_size=VOCABULARY, hidden_size=16, n_layer=1, n_head=2)
-    folder = save_random(AutoModelForCausalLM, config, tmp_path, tiny / "policy")
-    with pytest.raises(ConfigError, match=f"{folder}: .*BloomForCausalLM"):
+def one_by_one(folder: Path, batch: TrainBatch, temperature: float, implementation: str) -> list[Tensor]:
+    """Return the log-probs of each sequence's response from transformers' own logits of that sequence alone."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation)
+    rows = []
+    for row, sequence in enumerate(batch.sequences):
+        table = (model(sequence[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        rows.append(table.gather(-1, sequence[1:, None])[int(batch.prompt_lengths[row]) - 1 :, 0])
+    return rows
+
+
+@torch.no_grad()
+def test_every_family_packed_is_alone(family, batch):
+    name, folder = family
+    actor = load_actor(str(folder), ModelsConfig(), CPU)
+    assert actor.is_padded == (name in PADDED)
+    # Falcon rounds its ALiBi in eager attention to bfloat16; transformers' other paths leave out Gemma 2's cap.
+    expected = one_by_one(folder, batch, 0.6, "sdpa" if name == "falcon-alibi" else "eager")
+    assert torch.cat(expected).std() > 0.2
+    for groups in groupings(batch).values():
+        for rows in groups:
+            found, _ = run_actor(actor, pack(batch, rows, CPU), 0.6)
+            torch.testing.assert_close(found, torch.cat([expected[r] for r in rows]), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "granite", "bloom"])
+def test_gradients_of_capped_scaled_and_padded_models(tiny, tmp_path, batch, name):
+    folder = save_random(AutoModelForCausalLM, (FAMILIES | PADDED)[name](), tmp_path, tiny / "policy")
+    actor = load_actor(str(folder), ModelsConfig(), CPU)
+    run_actor(actor, pack(batch, [4, 0, 5, 1, 3, 2], CPU), 0.7)[0].sum().backward()
+    oracle = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    for row, sequence in enumerate(batch.sequences):
+        table = (oracle(sequence[None]).logits[0, :-1] / 0.7).log_softmax(-1)
+        table.gather(-1, sequence[1:, None])[batch.prompt_lengths[row] - 1 :].sum().backward()
+    for (parameter, ours), theirs in zip(actor.model.named_parameters(), oracle.parameters(), strict=True):
+        scale = max(float(theirs.grad.abs().max()), 0.1)
+        torch.testing.assert_close(ours.grad / scale, theirs.grad / scale, atol=2e-5, rtol=0, msg=parameter)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gemma2", "bloom", "falcon-h1"])
+def test_values_of_other_families_packed_are_alone(tiny, tmp_path, batch, name):
+    config = (FAMILIES | PADDED)[name](num_labels=1)
+    if name == "falcon-h1":  # which transformers gives no classifier
+        config.save_pretrained(tmp_path)
+        with pytest.raises(ConfigError, match=r"models.critic = .*: AutoModelForSequenceClassification knows no falc"):
+            load_value_model(str(tmp_path), ModelsConfig(), CPU, field="models.critic")
+        return
+    folder = save_random(AutoModelForSequenceClassification, config, tmp_path, tiny / "policy")
+    model = load_value_model(str(folder), ModelsConfig(), CPU, field="models.critic")
+    oracle = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, attn_implementation="eager")
+    expected = torch.stack([oracle.score(oracle.base_model(s[None])[0])[0, -1, 0] for s in batch.sequences])
+    assert expected.std() > 0.1
+    rows = [4, 0, 5, 1, 3, 2]
+    packed = pack(batch, rows, CPU)
+    scores = model(**packed_inputs(packed), index=packed.last_index)
+    torch.testing.assert_close(scores, expected[rows], atol=1e-5, rtol=0)
+
+
+def test_a_padded_model_says_so(tiny, tmp_path, caplog):
+    folder = save_random(AutoModelForCausalLM, PADDED["bloom"](), tmp_path, tiny / "policy")
+    with caplog.at_level(logging.WARNING):
+        load_actor(str(folder), ModelsConfig(), CPU)
+    assert f"models.actor = {folder}: BloomForCausalLM cannot keep packed sequences apart" in caplog.text
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "varlen"])
+def test_attention_without_the_cap_of_the_model_is_refused(tmp_path, attention):
+    FAMILIES["gemma2"]().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=rf"models.attention = {attention}: .*attn_logit_softcapping = 1.0.* eager"):
+        load_actor(str(tmp_path), ModelsConfig(attention=attention), CPU)
+
+
+def test_logits_that_are_not_what_the_config_says_are_refused(tiny, tmp_path):
+    """transformers' MPT ignores the logit_scale that its config may hold."""
+    folder = save_random(AutoModelForCausalLM, PADDED["mpt"](logit_scale=0.5), tmp_path, tiny / "policy")
+    with pytest.raises(ConfigError, match=f"models.actor = {folder}: MptForCausalLM changes logits after its head"):
         load_actor(str(folder), ModelsConfig(), CPU)
 
 
@@ -326,6 +436,26 @@ def test_check_models_knows_every_limit(tiny, tmp_path):
     (short / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match=rf"40 \+ .* 24 = 64: models.critic = {short} takes at most 32 tokens"):
         check_models(config(critic=str(short)))
+
+
+def test_only_a_reward_model_may_have_another_tokenizer(tiny, tmp_path):
+    """It reads text that is encoded again, so its limit is not counted in the actor's tokens either."""
+    other = tmp_path / "other"
+    shutil.copytree(tiny / "reward", other)
+    settings = json.loads((other / "config.json").read_text()) | {"max_position_embeddings": 8}
+    (other / "config.json").write_text(json.dumps(settings))
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.add_tokens(["abc"])
+    tokenizer.save_pretrained(other)
+    models = {"actor": str(tiny / "policy"), "reward": str(other)}
+    rest = {"prompts": PromptsConfig(path="p", max_prompt_tokens=40), "rollout": RolloutConfig(max_response_tokens=24)}
+    check_models(Config(models=ModelsConfig(**models, critic=str(tiny / "policy")), **rest))
+    check_models(Config(models=ModelsConfig(**models), advantage=AdvantageConfig(estimator="grpo"), **rest))
+    for field in ("critic", "reference"):
+        with pytest.raises(ConfigError, match=rf"models.{field} = {other}: its tokenizer is not the actor's"):
+            check_models(Config(models=ModelsConfig(**models, **{field: str(other)}), **rest))
+    with pytest.raises(ConfigError, match=r"models.critic is null and would start as models.reward = "):
+        check_models(Config(models=ModelsConfig(**models), **rest))
 
 
 @pytest.mark.parametrize(

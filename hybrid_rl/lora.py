@@ -1,0 +1,167 @@
+"""Low-rank adapters inside a model: what learns, what the engine is served, and the policy before training.
+
+peft puts them in place, so that a model stays the Hugging Face model it was: heads, packing and ZeRO see nothing new.
+Adapters have the dtype of the model, for DeepSpeed casts all of it; in bfloat16 their float32 master copies, like those
+of any trained weight, are the optimizer's.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from hybrid_rl.config import LoraConfig, check
+
+_ADAPTER = "default"  # peft's own name for the only adapter of a model
+
+
+def linear_names(model: PreTrainedModel, heads: Sequence[nn.Module]) -> list[str]:
+    """Return the last parts of the names of all linear layers that are no head, such as q_proj, sorted."""
+    layers = [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m not in heads]
+    return sorted({name.rsplit(".", 1)[-1] for name in layers})
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig, *, heads: Sequence[nn.Module]) -> None:
+    """Freeze a model and give its linear layers adapters, whose product is 0 until the first step.
+
+    Args:
+        heads: modules that get no adapter.
+    Raises:
+        ConfigError: a target is no linear layer of the model; names those that are.
+    """
+    import peft
+
+    names = linear_names(model, heads)
+    unknown = sorted(set(config.target_modules or []) - set(names))
+    check(
+        not unknown,
+        f"models.lora.target_modules names {', '.join(unknown)}: {type(model).__name__} has no such linear layer; "
+        f"it has {', '.join(names)}",
+    )
+    targets = names if config.target_modules is None else config.target_modules
+    is_transposed = any(isinstance(m, Conv1D) for name, m in model.named_modules() if name.split(".")[-1] in targets)
+    settings = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=list(targets),
+        fan_in_fan_out=is_transposed,
+        task_type="CAUSAL_LM",
+    )
+    peft.inject_adapter_in_model(settings, model)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether add_adapters was called on the model."""
+    return hasattr(model, "peft_config")
+
+
+def _adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """Return name -> layer of all that have an adapter, under the names that the model had without."""
+    if not has_adapters(model):
+        return {}
+    from peft.tuners.lora import LoraLayer
+
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+
+
+@contextmanager
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
+    """Run the body without the adapters: the model is then what it was loaded as, bit for bit."""
+    layers = _adapted_layers(model).values()
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedWeight:
+    """A weight as the engine and an export know it."""
+
+    base: nn.Parameter
+    layer: Any = None
+    """The peft layer whose adapter changes it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole weight, also where ZeRO-3 has sharded it."""
+        return tuple(getattr(self.base, "ds_shape", self.base.shape))
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All that must be gathered to compute it."""
+        if self.layer is None:
+            return [self.base]
+        return [self.base, self.layer.lora_A[_ADAPTER].weight, self.layer.lora_B[_ADAPTER].weight]
+
+    @torch.no_grad()
+    def compute(self) -> Tensor:
+        """Return W + alpha / rank * B A, accumulated in float32 and rounded once; W itself without an adapter."""
+        if self.layer is None:
+            return self.base.detach()
+        base, a, b = (p.detach() for p in self.parameters)
+        dtype = torch.promote_types(base.dtype, torch.float32)
+        product = b.to(dtype) @ a.to(dtype) * self.layer.scaling[_ADAPTER]
+        return (base.to(dtype) + (product.t() if self.layer.fan_in_fan_out else product)).to(base.dtype)
+
+
+class ServedTensors(Mapping[str, Tensor]):
+    """Name -> tensor, merged when it is read, so that no second model stands beside the first."""
+
+    def __init__(self, weights: Mapping[str, ServedWeight]) -> None:
+        self._weights = weights
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights[name].compute()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def served_weights(model: nn.Module) -> dict[str, ServedWeight]:
+    """Return every weight under its name in the model's own checkpoint, tied ones once; adapters are merged into it."""
+    layers = _adapted_layers(model)
+    weights = {}
+    for name, parameter in model.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        if any(part in ("lora_A", "lora_B") for part in owner.split(".")):
+            continue
+        owner = owner.removesuffix(".base_layer")
+        layer = layers.get(owner) if leaf == "weight" else None
+        weights[f"{owner}.{leaf}" if owner else leaf] = ServedWeight(base=parameter, layer=layer)
+    return weights
+
+
+def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the adapters' parameters under the names of peft's files."""
+    return {
+        f"base_model.model.{layer_name}.{part}.weight": getattr(layer, part)[_ADAPTER].weight
+        for layer_name, layer in _adapted_layers(model).items()
+        for part in ("lora_A", "lora_B")
+    }
+
+
+def save_adapter(folder: Path, model: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Write an adapter that peft.PeftModel.from_pretrained puts on the base model.
+
+    Args:
+        tensors: name, as in adapter_parameters -> whole tensor.
+    """
+    folder.mkdir(parents=True)
+    settings = model.peft_config[_ADAPTER]
+    settings.base_model_name_or_path = model.config._name_or_path
+    settings.save_pretrained(folder)
+    save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, folder / "adapter_model.safetensors")
