@@ -64,23 +64,37 @@ class Resident:
 
 
 class FrozenModule:
-    """A module that is never trained: copied out once; a release drops the device copy, a restore copies in."""
+    """A module that is never trained: copied out once; a release drops the device copy, a restore copies in.
+
+    One that was written to in place since then is copied out anew.
+    """
 
     filled_in = None
 
     def __init__(self, module: torch.nn.Module) -> None:
         module.requires_grad_(False)
         self.is_resident = True
+        self._names = [name for name, _ in module.named_parameters()]
         self._tensors = [*module.parameters(), *module.buffers()]
         self._device = self._tensors[0].device
         self._host: list[torch.Tensor] = []
+        self._versions: list[int] = []
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Return name -> parameter where it is now, on the device or in its host copy, sharing memory."""
+        tensors = self._tensors if self.is_resident else self._host
+        return {name: t.detach() for name, t in zip(self._names, tensors, strict=False)}  # buffers come after them
 
     def release(self) -> int:
-        """Drop the device copy; the first time, after copying it out to pinned memory."""
+        """Drop the device copy; the first time and after a change, once it is copied out to pinned memory."""
         copied = 0
         if not self._host:
-            self._host = [torch.empty_like(t, device="cpu", pin_memory=True).copy_(t) for t in self._tensors]
-            copied = sum(t.nbytes for t in self._host)
+            self._host = [torch.empty_like(t, device="cpu", pin_memory=True) for t in self._tensors]
+        versions = [t._version for t in self._tensors]  # autograd's own count of writes, which `data =` leaves alone
+        if versions != self._versions:
+            for tensor, host in zip(self._tensors, self._host, strict=True):
+                host.copy_(tensor)
+            self._versions, copied = versions, sum(t.nbytes for t in self._host)
         for tensor in self._tensors:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=self._device)
         self.is_resident = False

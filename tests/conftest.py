@@ -2,7 +2,11 @@
 
 import json
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +18,10 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+
+from hybrid_rl.distributed import free_port
+
+ROOT = Path(__file__).parents[1]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -67,3 +75,37 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lines = [json.dumps({"prompt": f"{i}+{i % 3}=", "answer": str(i + i % 3)}) for i in rows]
         (root / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     return root
+
+
+@pytest.fixture(scope="session")
+def on_two_ranks(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
+    """Return what the program `file` saves in two processes over gloo, as rank<i>.pt in the folder it is given.
+
+    Its arguments are that folder and the one of the tiny models.
+    """
+
+    def run(file: str) -> list[Any]:
+        folder = tmp_path_factory.mktemp("two_ranks")
+        common = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        common |= {"MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        logs = [(folder / f"rank{rank}.log").open("w") for rank in range(2)]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, file, str(folder), str(tiny)],
+                env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            for rank, log in enumerate(logs)
+        ]
+        try:
+            codes = [process.wait(timeout=180) for process in processes]
+        finally:
+            for process, log in zip(processes, logs, strict=True):
+                process.kill()
+                process.wait()
+                log.close()
+        assert codes == [0, 0], "".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(2))
+        return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+
+    return run
