@@ -5,11 +5,13 @@ import math
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.cpp_extension import get_default_build_root
 from transformers import AutoModelForCausalLM
 
 from hybrid_rl.batch import Packed, Prompt, Rollout, make_train_batch, pack
@@ -120,6 +122,40 @@ def test_steps_are_those_of_plain_pytorch(tiny, make_engine, pieces, stage):
         expected = dict(plain.model.named_parameters())[name].detach()
         torch.testing.assert_close(weight, expected, atol=2e-6, rtol=0, msg=name)
         assert (weight - before[name]).abs().max() > 1e-3
+
+
+# Compiling DeepSpeed's operator takes a minute of one core, once for a machine.
+needs_cpu_adam = pytest.mark.skipif(
+    not any(Path(get_default_build_root()).glob("*/cpu_adam/cpu_adam.so")),
+    reason="python -c 'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()' compiles it",
+)
+
+
+@needs_cpu_adam
+@pytest.mark.parametrize("dtype, atol", [("float32", 1e-6), ("bfloat16", 1e-2)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_cpu_adam_takes_the_steps_of_adamw(make_engine, pieces, stage, dtype, atol):
+    """Gradients of several micro-batches add up on the host too; bfloat16 weights of about 2 differ by a rounding."""
+    engines = [make_engine(stage, settings=replace(SETTINGS, kind=kind), dtype=dtype) for kind in ("adamw", "cpu_adam")]
+    before = weights_of(engines[0])
+    norms = [[take_step(engine, pieces) for _ in range(4)] for engine in engines]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5 if dtype == "float32" else 1e-2)
+    expected, found = map(weights_of, engines)
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, expected[name], atol=atol, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+        assert (weight - before[name]).abs().max() > 1e-3
+
+
+@needs_cpu_adam
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_cpu_adam_continues_bit_for_bit(make_engine, pieces, tmp_path, stage):
+    engine, other = (make_engine(stage, settings=replace(SETTINGS, kind="cpu_adam")) for _ in range(2))
+    take_step(engine, pieces)
+    engine.save(tmp_path / "actor")
+    other.load(tmp_path / "actor")
+    assert take_step(other, pieces) == take_step(engine, pieces)
+    theirs = weights_of(engine)
+    assert all(torch.equal(weight, theirs[name]) for name, weight in weights_of(other).items())
 
 
 @pytest.mark.parametrize("stage", STAGES)

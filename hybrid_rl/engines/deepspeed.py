@@ -53,6 +53,10 @@ def _make_optimizer(
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    if config.kind == "cpu_adam":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # compiled where it runs, the first time for a minute
+
+        return DeepSpeedCPUAdam(groups, **options)
     if zero_stage == 3 and device.type == "cuda":
         from deepspeed.ops.adam import FusedAdam  # compiled where it runs; ZeRO-3 offloads the states of no other
 
@@ -83,6 +87,9 @@ class TrainEngine:
                 "allgather_bucket_size": _BUCKET_ELEMENTS,
             },
         }
+        if config.kind == "cpu_adam":
+            offload = {"device": "cpu", "pin_memory": world.device.type == "cuda"}
+            settings["zero_optimization"]["offload_optimizer"] = offload
         if dtype == torch.bfloat16:
             settings |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
         factor = lr_factor(config, total_steps)
