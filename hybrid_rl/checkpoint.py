@@ -4,7 +4,8 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.distributed import World
 from hybrid_rl.engines.deepspeed import TrainEngine
+from hybrid_rl.lora import save_adapter
 
 
 def checkpoint_name(step: int) -> str:
@@ -90,7 +92,10 @@ def load_rng(folder: Path, world: World) -> None:
 
 
 def export(folder: Path, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase, world: World) -> None:
-    """Write actor and tokenizer as a Hugging Face folder that transformers and vLLM load; a collective under ZeRO-3."""
+    """Write actor and tokenizer as a Hugging Face folder that transformers and vLLM load; a collective under ZeRO-3.
+
+    Low-rank adapters are merged into the weights.
+    """
     with actor.gathered([name for name, _, _ in actor.named_shapes()]) as tensors:
         export_weights(folder, actor, tensors, tokenizer, world)
 
@@ -100,13 +105,35 @@ def export_weights(
 ) -> None:
     """Write such a folder with other weights than the actor's own; only those of rank 0 count."""
     if world.is_main:
-        partial = folder.with_name(f".partial-{folder.name}")
-        shutil.rmtree(partial, ignore_errors=True)
-        actor.model.save_pretrained(partial, state_dict={name: t.cpu() for name, t in tensors.items()})
-        tokenizer.save_pretrained(partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(partial, folder)
+        with _replaced_when_whole(folder) as partial:
+            actor.model.save_pretrained(partial, state_dict={name: t.cpu() for name, t in tensors.items()})
+            tokenizer.save_pretrained(partial)
     world.barrier()
+
+
+def export_adapter(folder: Path, actor: TrainEngine, world: World) -> None:
+    """Write the actor's adapter for peft.PeftModel.from_pretrained on its base; a collective under ZeRO-3.
+
+    Raises:
+        ValueError: the actor has no adapter.
+    """
+    if not actor.has_adapters:
+        raise ValueError("the actor has no adapter to export; models.lora.rank is 0")
+    tensors = actor.adapter()
+    if world.is_main:
+        with _replaced_when_whole(folder) as partial:
+            save_adapter(partial, actor.model, tensors)
+    world.barrier()
+
+
+@contextmanager
+def _replaced_when_whole(folder: Path) -> Iterator[Path]:
+    """Yield the place to write to; it becomes the folder when the body is done."""
+    partial = folder.with_name(f".partial-{folder.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    yield partial
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(partial, folder)
 
 
 def _replace_text(path: Path, text: str) -> None:

@@ -62,6 +62,14 @@ def has_adapters(model: nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
+def adapter_settings(model: Any) -> dict[str, Any]:
+    """Return what two models must share to have adapters of the same shapes and meaning; {} without."""
+    if not has_adapters(model):
+        return {}
+    settings = model.peft_config[_ADAPTER]
+    return {"rank": settings.r, "alpha": settings.lora_alpha, "target_modules": sorted(settings.target_modules)}
+
+
 def _adapted_layers(model: nn.Module) -> dict[str, Any]:
     """Return name -> layer of all that have an adapter, under the names that the model had without."""
     if not has_adapters(model):

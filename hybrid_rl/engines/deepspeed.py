@@ -1,10 +1,11 @@
 """DeepSpeed as the training engine of actor and critic: ZeRO 0 to 3 behind one interface."""
 
+import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,14 @@ from torch import Tensor, nn
 
 from hybrid_rl.config import OptimizerConfig, check
 from hybrid_rl.distributed import World
+from hybrid_rl.lora import (
+    ServedTensors,
+    adapter_parameters,
+    adapter_settings,
+    adapters_disabled,
+    has_adapters,
+    served_weights,
+)
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -22,6 +31,7 @@ from deepspeed.utils import logger as deepspeed_logger
 
 deepspeed_logger.setLevel(logging.WARNING)
 
+_ADAPTERS = "adapters.json"  # beside DeepSpeed's files, which are read without a look at names when adapters learn
 _BUCKET_ELEMENTS = 50_000_000  # DeepSpeed's 500 million take 2 GB in bfloat16 for a model of any size
 # Not lp_params: the bfloat16 weights stay, they serve SCORE and SYNC between two updates.
 _STATES = [
@@ -116,6 +126,23 @@ class TrainEngine:
         """Run the model; under ZeRO-3 every rank must call it equally often."""
         return self._engine(**inputs)
 
+    @torch.no_grad()
+    def reference_forward(self, **inputs: Any) -> Any:
+        """Run the model without its adapters and without gradient: as it was before training; else like forward.
+
+        Raises:
+            ValueError: it has no adapters.
+        """
+        if not self.has_adapters:
+            raise ValueError("a model that is trained itself, without adapters, is no reference for itself")
+        with adapters_disabled(self.model):
+            return self._engine(**inputs)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether low-rank adapters learn, and the model itself is frozen."""
+        return has_adapters(self.model)
+
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Add the gradient of a loss that is already normalised over all ranks and micro-batches.
 
@@ -146,20 +173,31 @@ class TrainEngine:
         return float(self._engine.get_lr()[0])
 
     def named_shapes(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-        """Return name (as in the model's own checkpoint), full shape and dtype of every parameter, tied ones once."""
-        named = self.model.named_parameters()
-        return [(name, tuple(getattr(p, "ds_shape", p.shape)), p.dtype) for name, p in named]
+        """Return name (as in the model's own checkpoint), full shape and dtype of every weight, tied ones once.
+
+        Adapters do not appear: they are merged into the weights that they change.
+        """
+        return [(name, weight.shape, weight.base.dtype) for name, weight in served_weights(self.model).items()]
 
     @contextmanager
-    def gathered(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """Yield the named parameters whole; under ZeRO-3 a collective, and the tensors are gone afterwards."""
-        parameters = dict(self.model.named_parameters())
-        wanted = {name: parameters[name] for name in names}
-        if self._zero_stage < 3:
-            yield {name: p.detach() for name, p in wanted.items()}
-            return
-        with deepspeed.zero.GatheredParameters(list(wanted.values())):
-            yield {name: p.detach() for name, p in wanted.items()}
+    def gathered(self, names: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
+        """Yield the named weights whole; under ZeRO-3 a collective, and the tensors are gone afterwards.
+
+        Merged weights are new tensors, computed each time that they are read.
+        """
+        weights = served_weights(self.model)
+        wanted = {name: weights[name] for name in names}
+        with self._whole([p for weight in wanted.values() for p in weight.parameters]):
+            yield ServedTensors(wanted)
+
+    def adapter(self) -> dict[str, Tensor]:
+        """Return the adapters under the names of peft's files, on the host; under ZeRO-3 a collective."""
+        parameters = adapter_parameters(self.model)
+        with self._whole(list(parameters.values())):
+            return {name: p.detach().cpu().clone() for name, p in parameters.items()}
+
+    def _whole(self, parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
+        return deepspeed.zero.GatheredParameters(parameters) if self._zero_stage == 3 else nullcontext()
 
     def offload(self) -> None:
         """Move gradients, fp32 master weights and optimizer moments to pinned host memory."""
@@ -170,23 +208,30 @@ class TrainEngine:
         self._engine.reload_states()
 
     def state_bytes(self) -> int:
-        """Return the bytes that offload moves on this rank: three float32 numbers per parameter of its shard."""
-        numel = sum(torch.Size(shape).numel() for _, shape, _ in self.named_shapes())
+        """Return the bytes that offload moves on this rank: three float32 per trained parameter of its shard."""
+        numel = sum(getattr(p, "ds_numel", p.numel()) for p in self.module.parameters() if p.requires_grad)
         return 12 * numel // (self._world.size if self._zero_stage > 0 else 1)
 
     def save(self, folder: Path) -> None:
-        """Write weights, optimizer and schedule; every rank writes its shard."""
-        self._engine.save_checkpoint(str(folder), tag="state", save_latest=False)
+        """Write weights (with adapters only those that learn), optimizer and schedule; every rank its shard."""
+        self._engine.save_checkpoint(
+            str(folder), tag="state", save_latest=False, exclude_frozen_parameters=self.has_adapters
+        )
+        if self._world.is_main:
+            (folder / _ADAPTERS).write_text(json.dumps(adapter_settings(self.model)))
 
     def load(self, folder: Path) -> None:
         """Read what save wrote.
 
         Raises:
             FileNotFoundError: there is no such state in the folder.
+            ConfigError: it was saved with other adapters.
         """
         if not (folder / "state").is_dir():
             raise FileNotFoundError(f"no DeepSpeed state in {folder}")
-        self._engine.load_checkpoint(str(folder), tag="state")
+        saved, ours = json.loads((folder / _ADAPTERS).read_text()), adapter_settings(self.model)
+        check(saved == ours, f"models.lora gives {ours}, but {folder} was saved with {saved}")
+        self._engine.load_checkpoint(str(folder), tag="state", load_module_strict=not self.has_adapters)
 
 
 class StatesTenant:
