@@ -89,7 +89,8 @@ class FrozenModule:
         """Drop the device copy; the first time and after a change, once it is copied out to pinned memory."""
         copied = 0
         if not self._host:
-            self._host = [torch.empty_like(t, device="cpu", pin_memory=True) for t in self._tensors]
+            is_pinned = self._device.type == "cuda"
+            self._host = [torch.empty_like(t, device="cpu", pin_memory=is_pinned) for t in self._tensors]
         versions = [t._version for t in self._tensors]  # autograd's own count of writes, which `data =` leaves alone
         if versions != self._versions:
             for tensor, host in zip(self._tensors, self._host, strict=True):
@@ -103,8 +104,9 @@ class FrozenModule:
     def restore(self) -> int:
         """Copy the host copy to the device."""
         for tensor, host in zip(self._tensors, self._host, strict=True):
-            tensor.data = host.to(self._device, non_blocking=True)
-        torch.cuda.synchronize(self._device)
+            tensor.data = host.to(self._device, non_blocking=True, copy=True)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         self.is_resident = True
         return sum(t.nbytes for t in self._host)
 

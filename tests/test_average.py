@@ -145,10 +145,8 @@ def test_reference_of_another_shape_is_refused(tiny, world):
         MovingReference(other, engine, None, world)
 
 
-@pytest.mark.gpu
-def test_released_reference_is_saved_and_loaded_on_the_host(tiny, tmp_path):
+def test_released_reference_is_saved_and_loaded_on_the_host(tiny, world, tmp_path):
     """Its device copy is gone then; what is blended on the device comes back after a release."""
-    world = join_world()
     engine = make_engine(load(tiny).to(world.device), 2, world)
     module = load(tiny).to(world.device)
     tenant = FrozenModule(module)

@@ -225,9 +225,11 @@ def test_dropped_resident_is_held_to_the_table_too():
         manager.phase(ROLLOUT).__enter__()
 
 
-@pytest.mark.gpu
-def test_frozen_module_comes_back_bit_for_bit():
-    device = torch.device("cuda")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_frozen_module_comes_back_bit_for_bit(device):
     module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64)).to(device)
     before = {name: t.clone().cpu() for name, t in module.state_dict().items()}
     tenant = FrozenModule(module)
@@ -239,3 +241,22 @@ def test_frozen_module_comes_back_bit_for_bit():
         assert tenant.restore() == num_bytes
         for name, tensor in module.state_dict().items():
             assert torch.equal(tensor.cpu(), before[name])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_frozen_module_that_was_written_to_is_copied_out_anew(device):
+    module = torch.nn.Linear(2, 1).to(device)
+    tenant = FrozenModule(module)
+    for value, expected_copied in ((1.0, 12), (2.0, 12), (2.0, 0)):
+        if expected_copied:
+            torch.nn.init.constant_(module.weight, value)
+        assert tenant.parameters()["weight"].data_ptr() == module.weight.data_ptr()
+        assert tenant.release() == expected_copied
+        assert tenant.parameters()["weight"].tolist() == [[value, value]]
+        assert tenant.parameters().keys() == {"weight", "bias"} and module.weight.numel() == 0
+        tenant.restore()
+        assert module.weight.tolist() == [[value, value]]
+    tenant.release()
+    tenant.parameters()["weight"].fill_(5.0)  # as a checkpoint does that is read while the module is away
+    tenant.restore()
+    assert module.weight.tolist() == [[5.0, 5.0]]
