@@ -28,29 +28,39 @@ def linear_names(model: PreTrainedModel, heads: Sequence[nn.Module]) -> list[str
     return sorted({name.rsplit(".", 1)[-1] for name in layers})
 
 
+def check_targets(model: PreTrainedModel, config: LoraConfig, *, heads: Sequence[nn.Module]) -> list[str]:
+    """Return the names of the layers that get adapters, see linear_names.
+
+    Raises:
+        ConfigError: a target is no linear layer of the model; names those that are.
+    """
+    names = linear_names(model, heads)
+    targets = names if config.target_modules is None else config.target_modules
+    unknown = sorted(set(targets) - set(names))
+    check(
+        not unknown,
+        f"models.lora.target_modules names {', '.join(unknown)}: {type(model).__name__} has no such linear layer; "
+        f"it has {', '.join(names)}",
+    )
+    return list(targets)
+
+
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, heads: Sequence[nn.Module]) -> None:
     """Freeze a model and give its linear layers adapters, whose product is 0 until the first step.
 
     Args:
         heads: modules that get no adapter.
     Raises:
-        ConfigError: a target is no linear layer of the model; names those that are.
+        ConfigError: see check_targets.
     """
     import peft
 
-    names = linear_names(model, heads)
-    unknown = sorted(set(config.target_modules or []) - set(names))
-    check(
-        not unknown,
-        f"models.lora.target_modules names {', '.join(unknown)}: {type(model).__name__} has no such linear layer; "
-        f"it has {', '.join(names)}",
-    )
-    targets = names if config.target_modules is None else config.target_modules
+    targets = check_targets(model, config, heads=heads)
     is_transposed = any(isinstance(m, Conv1D) for name, m in model.named_modules() if name.split(".")[-1] in targets)
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
-        target_modules=list(targets),
+        target_modules=targets,
         fan_in_fan_out=is_transposed,
         task_type="CAUSAL_LM",
     )

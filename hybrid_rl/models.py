@@ -1,12 +1,9 @@
-"""The models as the trainer sees them: packed tokens in, log-probs or values of the response tokens out."""
+"""The models of a run: read from their folders, checked, and made ready for packed tokens."""
 
-import inspect
-import logging
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,150 +15,36 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hybrid_rl.attention import choose_attention, packing_arguments
-from hybrid_rl.batch import Packed
+from hybrid_rl.attention import choose_attention
 from hybrid_rl.config import Config, ConfigError, LoraConfig, ModelsConfig, check
-from hybrid_rl.lora import add_adapters
-from hybrid_rl_kernels import fused_logprobs
+from hybrid_rl.lora import add_adapters, check_targets
+from hybrid_rl.packed import (
+    Actor,
+    LogprobHead,
+    PackedModel,
+    ValueHead,
+    ValueModel,
+    check_head,
+    logit_shape,
+    packed_inputs,
+    settle_layout,
+)
 
-_logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogitShape:
-    """What a model does with its head's output: scale it, then cap it by cap * tanh(x / cap)."""
-
-    logit_scale: float = 1.0
-    softcap: float | None = None
-
-    def apply(self, logits: Tensor) -> Tensor:
-        """Return the model's logits of its head's output."""
-        scaled = logits * self.logit_scale
-        return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
-
-
-def logit_shape(config: PretrainedConfig) -> LogitShape:
-    """Return what a model of this config does; check_head proves it of the model itself."""
-    text = config.get_text_config()
-    factor = getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None) or 1.0
-    scaling = getattr(text, "logits_scaling", None) or 1.0  # Granite and MiniCPM divide by it, HyperCLOVA X multiplies
-    factor = factor * scaling if text.model_type == "hyperclovax" else factor / scaling
-    return LogitShape(logit_scale=factor, softcap=getattr(text, "final_logit_softcapping", None))
-
-
-class LogprobHead(nn.Linear):
-    """A model's output projection that can also return log-probs without keeping logits.
-
-    It lives inside the model, so that ZeRO-3's hooks and tied embeddings see an ordinary call of the module.
-    """
-
-    shape = LogitShape()
-    """Of the log-probs; of logits the model itself takes care."""
-
-    def forward(self, hidden: Tensor, targets: Tensor | None = None, temperature: float = 1.0) -> Any:
-        """Return logits [..., V]; with targets [R] and hidden [R, H] return (log-probs [R], entropy [R]) in float32."""
-        if targets is None:
-            return super().forward(hidden)
-        return fused_logprobs(
-            hidden,
-            self.weight,
-            targets,
-            temperature,
-            self.bias,
-            logit_scale=self.shape.logit_scale,
-            softcap=self.shape.softcap,
-        )
-
-
-class ValueHead(nn.Linear):
-    """A scalar head in float32: bfloat16 would leave a value three significant digits."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return [...] float32 of hidden [..., H]."""
-        bias = None if self.bias is None else self.bias.float()
-        return nn.functional.linear(hidden.float(), self.weight.float(), bias).squeeze(-1)
-
-
-class PackedModel(nn.Module):
-    """A Hugging Face model that runs on packed sequences, each as if it were alone."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
-        self.is_padded = not _can_pack(model)
-        """Whether sequences are laid out in rows of equal length on their way through the model."""
-
-    def arguments(
-        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_length: int
-    ) -> dict[str, Tensor | int]:
-        """Return what the Hugging Face model is called with: one row of N tokens, or [S, L] padded on the right."""
-        if not self.is_padded:
-            arguments = packing_arguments(self.model, cu_seqlens, max_length)
-            return {"input_ids": input_ids, "position_ids": position_ids, **arguments}
-        mask = _row_mask(cu_seqlens, max_length)
-        rows = input_ids.new_zeros(mask.shape).masked_scatter(mask, input_ids)
-        return {"input_ids": rows, "attention_mask": mask.long()}
-
-    def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_length: int) -> Tensor:
-        """Return the last hidden states, [N, H]."""
-        arguments = self.arguments(input_ids, position_ids, cu_seqlens, max_length)
-        output = self.model.base_model(use_cache=False, **arguments).last_hidden_state
-        return output[_row_mask(cu_seqlens, max_length)] if self.is_padded else output[0]
-
-
-def _can_pack(model: PreTrainedModel) -> bool:
-    """Return whether position ids and masks keep packed sequences apart; ALiBi and recurrences know neither."""
-    config = model.config.get_text_config()
-    return (
-        "position_ids" in inspect.signature(model.base_model.forward).parameters
-        and not model._is_stateful
-        and not getattr(config, "alibi", False)
-        and getattr(config, "attention_chunk_size", None) is None  # chunks start where the row does
-    )
-
-
-def _row_mask(cu_seqlens: Tensor, max_length: int) -> Tensor:
-    """Return [S, L] bool, true where a sequence has a token when each starts a row of its own."""
-    return torch.arange(max_length, device=cu_seqlens.device) < cu_seqlens.diff()[:, None]
-
-
-class Actor(PackedModel):
-    """A causal language model; forward returns what the loss needs of the response tokens."""
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        cu_seqlens: Tensor,
-        max_length: int,
-        index: Tensor,
-        targets: Tensor,
-        temperature: float,
-    ) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies, both [R] float32, of targets [R] predicted at positions index [R] of N."""
-        hidden = self.hidden(input_ids, position_ids, cu_seqlens, max_length)
-        return self.model.get_output_embeddings()(hidden[index], targets, temperature)
-
-
-class ValueModel(PackedModel):
-    """A sequence classifier with one label: the critic, read at every token, or the reward model, read at the last."""
-
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_length: int, index: Tensor
-    ) -> Tensor:
-        """Return the head's output at positions index [R] of N, [R] float32."""
-        hidden = self.hidden(input_ids, position_ids, cu_seqlens, max_length)
-        return self.model.score(hidden[index])
-
-
-def packed_inputs(packed: Packed) -> dict[str, Any]:
-    """Return the arguments that Actor and ValueModel share."""
-    return {
-        "input_ids": packed.input_ids,
-        "position_ids": packed.position_ids,
-        "cu_seqlens": packed.cu_seqlens,
-        "max_length": packed.max_length,
-    }
+__all__ = [
+    "Actor",
+    "LogprobHead",
+    "PackedModel",
+    "ValueHead",
+    "ValueModel",
+    "check_models",
+    "choose_dtype",
+    "eos_token_ids",
+    "load_actor",
+    "load_config",
+    "load_tokenizer",
+    "load_value_model",
+    "packed_inputs",
+]
 
 
 def choose_dtype(setting: str, device: torch.device) -> torch.dtype:
@@ -194,7 +77,8 @@ def check_models(config: Config) -> None:
 
     Raises:
         ConfigError: a folder holds no model; a sequence would be longer than a model allows; critic or reference has
-            another tokenizer than the actor, or the critic would start as a reward model that has.
+            another tokenizer than the actor, or the critic would start as a reward model that has; models.attention or
+            models.lora does not fit a model.
     """
     paths = {name: getattr(config.models, name) for name in ("actor", "critic", "reference", "reward")}
     paths = {f"models.{name}": path for name, path in paths.items() if path is not None}
@@ -220,6 +104,33 @@ def check_models(config: Config) -> None:
             f"prompts.max_prompt_tokens {prompt} + rollout.max_response_tokens {response} = {prompt + response}: "
             f"{field} = {path} takes at most {limit} tokens",
         )
+    if config.has_critic:
+        configs.setdefault("models.critic", configs.get("models.reward", configs["models.actor"]))
+    _check_classes(config, configs)
+
+
+def _check_classes(config: Config, configs: dict[str, PretrainedConfig]) -> None:
+    """Check that every model is of a class that runs with the attention, and has the layers to adapt, that are set."""
+    lora = config.models.lora
+    for field, model_config in configs.items():
+        is_policy = field in ("models.actor", "models.reference")
+        model_class = _model_class(model_config, field, is_policy=is_policy)
+        choose_attention(
+            config.models.attention, torch.device("cpu"), torch.float32, model_class, model_config, field=field
+        )
+        if lora.rank and lora.target_modules and field in ("models.actor", "models.critic"):
+            with torch.device("meta"):
+                model: Any = model_class(model_config)
+            check_targets(
+                model, lora, heads=[model.get_output_embeddings() if is_policy else getattr(model, "score", None)]
+            )
+
+
+def _model_class(model_config: PretrainedConfig, field: str, *, is_policy: bool) -> type[PreTrainedModel]:
+    auto_class = AutoModelForCausalLM if is_policy else AutoModelForSequenceClassification
+    model_class = auto_class._model_mapping.get(type(model_config), None)
+    check(model_class is not None, f"{field}: transformers has no {auto_class.__name__[9:]} {model_config.model_type}")
+    return model_class
 
 
 def _load(auto_class: Any, path: str, config: ModelsConfig, device: torch.device, *, field: str, **extra: Any) -> Any:
@@ -227,8 +138,7 @@ def _load(auto_class: Any, path: str, config: ModelsConfig, device: torch.device
     model_config = load_config(path, field=field)
     for name, value in extra.items():
         setattr(model_config, name, value)
-    model_class = auto_class._model_mapping.get(type(model_config), None)
-    check(model_class is not None, f"{field} = {path}: {auto_class.__name__} knows no {model_config.model_type}")
+    model_class = _model_class(model_config, f"{field} = {path}", is_policy=auto_class is AutoModelForCausalLM)
     attention = choose_attention(config.attention, device, dtype, model_class, model_config, field=field)
     try:
         model, info = auto_class.from_pretrained(
@@ -240,68 +150,6 @@ def _load(auto_class: Any, path: str, config: ModelsConfig, device: torch.device
         model.gradient_checkpointing_enable({"use_reentrant": False})
     # from_pretrained leaves evaluation mode, in which transformers ignores gradient checkpointing.
     return model.to(device).train(), set(info["missing_keys"])
-
-
-def _probe(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the inputs of two packed sequences, and of the second alone, its four tokens the last of seven."""
-    places = torch.tensor([[0, 1, 2, 0, 1, 2, 3]], device=model.device)
-    ids = torch.arange(7, device=model.device)[None] % model.config.get_text_config().vocab_size
-    ends = torch.tensor([0, 3, 7], dtype=torch.int32, device=model.device)
-    both = {"input_ids": ids, "position_ids": places, "cu_seqlens": ends, "max_length": 4}
-    return both, both | {"input_ids": ids[:, 3:], "position_ids": places[:, 3:], "cu_seqlens": ends[1:] - 3}
-
-
-def _is_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether they are equal but for rounding; what a probe looks for is as large as the values themselves."""
-    tolerance = 0.1 if dtype in (torch.bfloat16, torch.float16) else 1e-3
-    return bool((found.float() - expected.float()).norm() <= tolerance * expected.float().norm())
-
-
-@torch.no_grad()
-def _is_packed_like_alone(module: PackedModel) -> bool:
-    """Return whether a sequence gets beside another one what it gets alone."""
-    both, alone = _probe(module.model)
-    try:
-        return _is_close(module.hidden(**both)[3:], module.hidden(**alone), module.model.dtype)
-    except ValueError:  # varlen attention, of a model that does not hand on the lengths
-        if module.is_padded:
-            raise
-        return False
-
-
-def _settle_layout(module: PackedModel, config: ModelsConfig, path: str, *, field: str) -> None:
-    """Prove that the model keeps packed sequences apart; where it does not, run them padded, and prove that.
-
-    Raises:
-        ConfigError: neither works, or the attention that was set cannot run padded.
-    """
-    model = module.model
-    name = f"{field} = {path}: {type(model).__name__}"
-    if not module.is_padded and _is_packed_like_alone(module):
-        return
-    module.is_padded = True
-    _logger.warning("%s cannot keep packed sequences apart and runs them padded to the longest, which costs time", name)
-    if model.config._attn_implementation == "varlen":
-        check(config.attention == "auto", f"models.attention = varlen: {name} runs padded; use sdpa or auto")
-        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-    check(_is_packed_like_alone(module), f"{name} gives a sequence other hidden states beside another one than alone")
-
-
-@torch.no_grad()
-def _check_head(actor: "Actor", path: str, *, field: str) -> None:
-    """Prove that the model's own logits are those that log-probs are taken of.
-
-    Raises:
-        ConfigError: the model does more to them than logit_shape knows.
-    """
-    model, (_, alone) = actor.model, _probe(actor.model)
-    head = model.get_output_embeddings()
-    ours = head.shape.apply(head(actor.hidden(**alone)).float())
-    theirs = model(use_cache=False, **actor.arguments(**alone)).logits[0]
-    check(
-        _is_close(ours, theirs, model.dtype),
-        f"{field} = {path}: {type(model).__name__} changes logits after its head in a way that is not known here",
-    )
 
 
 def load_actor(
@@ -325,8 +173,8 @@ def load_actor(
     head.__class__ = LogprobHead
     head.shape = logit_shape(model.config)
     actor = Actor(model)
-    _settle_layout(actor, config, path, field=field)
-    _check_head(actor, path, field=field)
+    settle_layout(actor, config, path, field=field)
+    check_head(actor, path, field=field)
     if lora and lora.rank:
         add_adapters(model, lora, heads=[head])
     return actor
@@ -355,7 +203,7 @@ def load_value_model(
         nn.init.zeros_(model.score.weight)
     model.score.__class__ = ValueHead
     value_model = ValueModel(model)
-    _settle_layout(value_model, config, path, field=field)
+    settle_layout(value_model, config, path, field=field)
     if lora and lora.rank:
         add_adapters(model, lora, heads=[model.score])
         model.score.requires_grad_(True)

@@ -364,8 +364,8 @@ def run_rank(folder: Path, stage: int, world: World, *, alone: bool) -> dict[str
     norms = []
     for ranks in RANK_ROWS:
         rows = [row for rows in ranks for row in rows] if alone else ranks[world.rank]
+        reference, _ = actor.reference_forward(**actor_inputs(make_packed([2])))
         norms += [step(actor, rows), step(critic, rows, is_critic=True)]
-    reference, _ = actor.reference_forward(**actor_inputs(make_packed([2])))
     weights = {f"{name}.{key}": t for name, e in (("a", actor), ("c", critic)) for key, t in served(e).items()}
     saved = folder / f"two-ranks-{stage}"
     if not alone:

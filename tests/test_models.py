@@ -37,7 +37,15 @@ from transformers import (
 )
 
 from hybrid_rl.batch import Packed, Prompt, Rollout, TrainBatch, make_train_batch, pack, split
-from hybrid_rl.config import AdvantageConfig, Config, ConfigError, ModelsConfig, PromptsConfig, RolloutConfig
+from hybrid_rl.config import (
+    AdvantageConfig,
+    Config,
+    ConfigError,
+    LoraConfig,
+    ModelsConfig,
+    PromptsConfig,
+    RolloutConfig,
+)
 from hybrid_rl.models import (
     Actor,
     LogprobHead,
@@ -373,7 +381,7 @@ def test_values_of_other_families_packed_are_alone(tiny, tmp_path, batch, name):
     config = (FAMILIES | PADDED)[name](num_labels=1)
     if name == "falcon-h1":  # which transformers gives no classifier
         config.save_pretrained(tmp_path)
-        with pytest.raises(ConfigError, match=r"models.critic = .*: AutoModelForSequenceClassification knows no falc"):
+        with pytest.raises(ConfigError, match=r"models.critic = .*: transformers has no ModelForSequenceCl.* falc"):
             load_value_model(str(tmp_path), ModelsConfig(), CPU, field="models.critic")
         return
     folder = save_random(AutoModelForSequenceClassification, config, tmp_path, tiny / "policy")
@@ -436,6 +444,40 @@ def test_check_models_knows_every_limit(tiny, tmp_path):
     (short / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match=rf"40 \+ .* 24 = 64: models.critic = {short} takes at most 32 tokens"):
         check_models(config(critic=str(short)))
+
+
+@pytest.mark.parametrize(
+    "models, message",
+    [
+        (
+            {"attention": "sdpa"},
+            r"models.attention = sdpa: models.actor is a Gemma2ForCausalLM with .* = 1.0, .* eager$",
+        ),
+        ({"lora": LoraConfig(rank=1, target_modules=["v"])}, r"target_modules names v: Gemma2ForCausalLM .*, v_proj$"),
+        ({"lora": LoraConfig(target_modules=["v"])}, None),
+        ({"lora": LoraConfig(rank=1, target_modules=["q_proj", "down_proj"]), "attention": "eager"}, None),
+    ],
+)
+def test_check_models_knows_attention_and_layers_before_anything_loads(tiny, tmp_path, models, message):
+    FAMILIES["gemma2"]().save_pretrained(tmp_path)  # without weights
+    AutoTokenizer.from_pretrained(tiny / "policy").save_pretrained(tmp_path)
+    lengths = {"prompts": PromptsConfig(max_prompt_tokens=40), "rollout": RolloutConfig(max_response_tokens=24)}
+    config = Config(models=ModelsConfig(actor=str(tmp_path), **models), **lengths)
+    if message is None:
+        check_models(config)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            check_models(config)
+
+
+def test_check_models_knows_of_critics_that_do_not_exist(tiny, tmp_path):
+    FAMILIES["cohere"]().save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny / "policy").save_pretrained(tmp_path)
+    lengths = {"prompts": PromptsConfig(max_prompt_tokens=40), "rollout": RolloutConfig(max_response_tokens=24)}
+    models = ModelsConfig(actor=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"models.critic: transformers has no ModelForSequenceClassification cohere"):
+        check_models(Config(models=models, **lengths))
+    check_models(Config(models=models, advantage=AdvantageConfig(estimator="grpo"), **lengths))
 
 
 def test_only_a_reward_model_may_have_another_tokenizer(tiny, tmp_path):

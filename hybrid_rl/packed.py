@@ -1,0 +1,216 @@
+"""Models on packed sequences: tokens in, log-probs or values of the response tokens out, each as if it were alone."""
+
+import inspect
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from hybrid_rl.attention import packing_arguments
+from hybrid_rl.batch import Packed
+from hybrid_rl.config import ModelsConfig, check
+from hybrid_rl_kernels import fused_logprobs
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitShape:
+    """What a model does with its head's output: scale it, then cap it by cap * tanh(x / cap)."""
+
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return the model's logits of its head's output."""
+        scaled = logits * self.logit_scale
+        return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
+
+
+def logit_shape(config: PretrainedConfig) -> LogitShape:
+    """Return what a model of this config does; check_head proves it of the model itself."""
+    text = config.get_text_config()
+    factor = getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None) or 1.0
+    scaling = getattr(text, "logits_scaling", None) or 1.0  # Granite and MiniCPM divide by it, HyperCLOVA X multiplies
+    factor = factor * scaling if text.model_type == "hyperclovax" else factor / scaling
+    return LogitShape(logit_scale=factor, softcap=getattr(text, "final_logit_softcapping", None))
+
+
+class LogprobHead(nn.Linear):
+    """A model's output projection that can also return log-probs without keeping logits.
+
+    It lives inside the model, so that ZeRO-3's hooks and tied embeddings see an ordinary call of the module.
+    """
+
+    shape = LogitShape()
+    """Of the log-probs; of logits the model itself takes care."""
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, temperature: float = 1.0) -> Any:
+        """Return logits [..., V]; with targets [R] and hidden [R, H] return (log-probs [R], entropy [R]) in float32."""
+        if targets is None:
+            return super().forward(hidden)
+        return fused_logprobs(
+            hidden,
+            self.weight,
+            targets,
+            temperature,
+            self.bias,
+            logit_scale=self.shape.logit_scale,
+            softcap=self.shape.softcap,
+        )
+
+
+class ValueHead(nn.Linear):
+    """A scalar head in float32: bfloat16 would leave a value three significant digits."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return [...] float32 of hidden [..., H]."""
+        bias = None if self.bias is None else self.bias.float()
+        return nn.functional.linear(hidden.float(), self.weight.float(), bias).squeeze(-1)
+
+
+class PackedModel(nn.Module):
+    """A Hugging Face model that runs on packed sequences, each as if it were alone."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.is_padded = not _can_pack(model)
+        """Whether sequences are laid out in rows of equal length on their way through the model."""
+
+    def arguments(
+        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_length: int
+    ) -> dict[str, Tensor | int]:
+        """Return what the Hugging Face model is called with: one row of N tokens, or [S, L] padded on the right."""
+        if not self.is_padded:
+            arguments = packing_arguments(self.model, cu_seqlens, max_length)
+            return {"input_ids": input_ids, "position_ids": position_ids, **arguments}
+        mask = _row_mask(cu_seqlens, max_length)
+        rows = input_ids.new_zeros(mask.shape).masked_scatter(mask, input_ids)
+        return {"input_ids": rows, "attention_mask": mask.long()}
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_length: int) -> Tensor:
+        """Return the last hidden states, [N, H]."""
+        arguments = self.arguments(input_ids, position_ids, cu_seqlens, max_length)
+        output = self.model.base_model(use_cache=False, **arguments).last_hidden_state
+        return output[_row_mask(cu_seqlens, max_length)] if self.is_padded else output[0]
+
+
+def _can_pack(model: PreTrainedModel) -> bool:
+    """Return whether position ids and masks keep packed sequences apart; ALiBi and recurrences know neither."""
+    config = model.config.get_text_config()
+    return (
+        "position_ids" in inspect.signature(model.base_model.forward).parameters
+        and not model._is_stateful
+        and not getattr(config, "alibi", False)
+        and getattr(config, "attention_chunk_size", None) is None  # chunks start where the row does
+    )
+
+
+def _row_mask(cu_seqlens: Tensor, max_length: int) -> Tensor:
+    """Return [S, L] bool, true where a sequence has a token when each starts a row of its own."""
+    return torch.arange(max_length, device=cu_seqlens.device) < cu_seqlens.diff()[:, None]
+
+
+class Actor(PackedModel):
+    """A causal language model; forward returns what the loss needs of the response tokens."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        max_length: int,
+        index: Tensor,
+        targets: Tensor,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies, both [R] float32, of targets [R] predicted at positions index [R] of N."""
+        hidden = self.hidden(input_ids, position_ids, cu_seqlens, max_length)
+        return self.model.get_output_embeddings()(hidden[index], targets, temperature)
+
+
+class ValueModel(PackedModel):
+    """A sequence classifier with one label: the critic, read at every token, or the reward model, read at the last."""
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_length: int, index: Tensor
+    ) -> Tensor:
+        """Return the head's output at positions index [R] of N, [R] float32."""
+        hidden = self.hidden(input_ids, position_ids, cu_seqlens, max_length)
+        return self.model.score(hidden[index])
+
+
+def packed_inputs(packed: Packed) -> dict[str, Any]:
+    """Return the arguments that Actor and ValueModel share."""
+    return {
+        "input_ids": packed.input_ids,
+        "position_ids": packed.position_ids,
+        "cu_seqlens": packed.cu_seqlens,
+        "max_length": packed.max_length,
+    }
+
+
+def _probe(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the inputs of two packed sequences, and of the second alone, its four tokens the last of seven."""
+    places = torch.tensor([[0, 1, 2, 0, 1, 2, 3]], device=model.device)
+    ids = torch.arange(7, device=model.device)[None] % model.config.get_text_config().vocab_size
+    ends = torch.tensor([0, 3, 7], dtype=torch.int32, device=model.device)
+    both = {"input_ids": ids, "position_ids": places, "cu_seqlens": ends, "max_length": 4}
+    return both, both | {"input_ids": ids[:, 3:], "position_ids": places[:, 3:], "cu_seqlens": ends[1:] - 3}
+
+
+def _is_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether they are equal but for rounding; what a probe looks for is as large as the values themselves."""
+    tolerance = 0.1 if dtype in (torch.bfloat16, torch.float16) else 1e-3
+    return bool((found.float() - expected.float()).norm() <= tolerance * expected.float().norm())
+
+
+@torch.no_grad()
+def _is_packed_like_alone(module: PackedModel) -> bool:
+    """Return whether a sequence gets beside another one what it gets alone."""
+    both, alone = _probe(module.model)
+    try:
+        return _is_close(module.hidden(**both)[3:], module.hidden(**alone), module.model.dtype)
+    except ValueError:  # varlen attention, of a model that does not hand on the lengths
+        if module.is_padded:
+            raise
+        return False
+
+
+def settle_layout(module: PackedModel, config: ModelsConfig, path: str, *, field: str) -> None:
+    """Prove that the model keeps packed sequences apart; where it does not, run them padded, and prove that.
+
+    Raises:
+        ConfigError: neither works, or the attention that was set cannot run padded.
+    """
+    model = module.model
+    name = f"{field} = {path}: {type(model).__name__}"
+    if not module.is_padded and _is_packed_like_alone(module):
+        return
+    module.is_padded = True
+    _logger.warning("%s cannot keep packed sequences apart and runs them padded to the longest, which costs time", name)
+    if model.config._attn_implementation == "varlen":
+        check(config.attention == "auto", f"models.attention = varlen: {name} runs padded; use sdpa or auto")
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    check(_is_packed_like_alone(module), f"{name} gives a sequence other hidden states beside another one than alone")
+
+
+@torch.no_grad()
+def check_head(actor: Actor, path: str, *, field: str) -> None:
+    """Prove that the model's own logits are those that log-probs are taken of.
+
+    Raises:
+        ConfigError: the model does more to them than logit_shape knows.
+    """
+    model, (_, alone) = actor.model, _probe(actor.model)
+    head = model.get_output_embeddings()
+    ours = head.shape.apply(head(actor.hidden(**alone)).float())
+    theirs = model(use_cache=False, **actor.arguments(**alone)).logits[0]
+    check(
+        _is_close(ours, theirs, model.dtype),
+        f"{field} = {path}: {type(model).__name__} changes logits after its head in a way that is not known here",
+    )
