@@ -11,11 +11,14 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from hybrid_rl.config import ConfigError, ModelsConfig, OptimizerConfig, PtxConfig
+from hybrid_rl.batch import Prompt, Rollout, make_train_batch
+from hybrid_rl.config import ConfigError, ModelsConfig, OptimizerConfig, PtxConfig, UpdateConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.deepspeed import TrainEngine
 from hybrid_rl.models import load_actor
 from hybrid_rl.ptx import PtxLoss, load_texts
+from hybrid_rl.score import Packing, token_logprobs
+from hybrid_rl.update import update_actor
 
 CPU = torch.device("cpu")
 TEXTS = [[5, 9, 12, 30, 0], [3, 0], [8, 7, 6, 5, 4, 3, 0], [20, 21, 22, 0], [9, 9, 9, 9, 9, 9]]
@@ -168,22 +171,64 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(found["weights"][name], weight, atol=2e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def mean_loss(oracle: torch.nn.Module) -> torch.Tensor:
+    total = torch.zeros(())
+    for text in map(torch.tensor, TEXTS):
+        total = total - oracle(text[None]).logits[0, :-1].log_softmax(-1).gather(-1, text[1:, None]).sum()
+    return total / (4 + 1 + 6 + 3 + 5)
+
+
+def norm_of(oracle: torch.nn.Module) -> float:
+    return float(torch.nn.utils.get_total_norm([p.grad for p in oracle.parameters()]))
+
+
 def test_step_is_that_of_the_formula(tiny, world):
     """-0.3 times the mean over all predicted tokens of an epoch, by transformers' own logits and PyTorch's AdamW."""
     engine, loss = make_engine(tiny, world), make_loss(world, batch_size=5)
     mean, norm = loss.backward(engine), finish(engine)
 
     oracle = AutoModelForCausalLM.from_pretrained(tiny / "policy")
-    total = torch.zeros(())
-    for text in map(torch.tensor, TEXTS):
-        total = total - oracle(text[None]).logits[0, :-1].log_softmax(-1).gather(-1, text[1:, None]).sum()
-    expected = total / (4 + 1 + 6 + 3 + 5)
+    expected = mean_loss(oracle)
     assert mean == pytest.approx(expected.item(), rel=1e-5)
     (0.3 * expected).backward()
-    assert norm == pytest.approx(float(torch.nn.utils.get_total_norm([p.grad for p in oracle.parameters()])), rel=1e-5)
+    assert norm == pytest.approx(norm_of(oracle), rel=1e-5)
     torch.optim.AdamW(oracle.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0).step()
     for (name, ours), theirs in zip(engine.model.named_parameters(), oracle.parameters(), strict=True):
         torch.testing.assert_close(ours.detach(), theirs.detach(), atol=2e-6, rtol=0, msg=name)
+
+
+def test_policy_and_texts_share_a_step(tiny, world):
+    """0.7 times the policy gradient at ratio one, -sum(A log pi) / N, and 0.3 times the texts' mean."""
+    engine, loss = make_engine(tiny, world), make_loss(world, batch_size=5)
+    responses = [([3, 4], [5, 6, 0], 1.5), ([7], [8, 0], -0.5)]
+    rollouts = [
+        Rollout(
+            prompt=Prompt(prompt_id=i, text="", token_ids=prompt),
+            sequence_id=i,
+            response_ids=response,
+            rollout_logprobs=[],
+            is_truncated=False,
+            text="",
+        )
+        for i, (prompt, response, _) in enumerate(responses)
+    ]
+    batch = make_train_batch(rollouts)
+    old_logprobs = token_logprobs(engine.module, batch, Packing(max_tokens=99, world=world), temperature=1.0)
+    advantages = torch.tensor([[advantage] * 3 for *_, advantage in responses])
+    batch = batch.with_fields(old_logprobs=old_logprobs, advantages=advantages)
+    settings = {"seed": 0, "temperature": 1.0, "max_response_tokens": 3, "ptx": loss.backward, "ptx_coef": 0.3}
+    metrics = update_actor(engine, batch, UpdateConfig(mini_batch_size=2), world, **settings)
+
+    oracle = AutoModelForCausalLM.from_pretrained(tiny / "policy")
+    policy = torch.zeros(())
+    for prompt, response, advantage in responses:
+        ids = torch.tensor([prompt + response])
+        table = oracle(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        policy = policy - advantage * table.gather(-1, torch.tensor(response)[:, None]).sum() / 5
+    texts = mean_loss(oracle)
+    assert metrics["ptx_loss"] == pytest.approx(texts.item(), rel=1e-5)
+    (0.7 * policy + 0.3 * texts).backward()
+    assert metrics["grad_norm"] == pytest.approx(norm_of(oracle), rel=1e-5)
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 10_000])
