@@ -121,15 +121,15 @@ def _check_classes(config: Config, configs: dict[str, PretrainedConfig]) -> None
         if lora.rank and lora.target_modules and field in ("models.actor", "models.critic"):
             with torch.device("meta"):
                 model: Any = model_class(model_config)
-            check_targets(
-                model, lora, heads=[model.get_output_embeddings() if is_policy else getattr(model, "score", None)]
-            )
+            head: Any = model.get_output_embeddings() if is_policy else getattr(model, "score", None)
+            check_targets(model, lora, heads=[head])
 
 
 def _model_class(model_config: PretrainedConfig, field: str, *, is_policy: bool) -> type[PreTrainedModel]:
     auto_class = AutoModelForCausalLM if is_policy else AutoModelForSequenceClassification
     model_class = auto_class._model_mapping.get(type(model_config), None)
-    check(model_class is not None, f"{field}: transformers has no {auto_class.__name__[9:]} {model_config.model_type}")
+    kind = "causal language model" if is_policy else "sequence classifier"
+    check(model_class is not None, f"{field}: transformers has no {kind} of type {model_config.model_type}")
     return model_class
 
 

@@ -381,7 +381,7 @@ def test_values_of_other_families_packed_are_alone(tiny, tmp_path, batch, name):
     config = (FAMILIES | PADDED)[name](num_labels=1)
     if name == "falcon-h1":  # which transformers gives no classifier
         config.save_pretrained(tmp_path)
-        with pytest.raises(ConfigError, match=r"models.critic = .*: transformers has no ModelForSequenceCl.* falc"):
+        with pytest.raises(ConfigError, match=r"models.critic = .*: transformers has no sequence classifier .* falc"):
             load_value_model(str(tmp_path), ModelsConfig(), CPU, field="models.critic")
         return
     folder = save_random(AutoModelForSequenceClassification, config, tmp_path, tiny / "policy")
@@ -475,7 +475,7 @@ def test_check_models_knows_of_critics_that_do_not_exist(tiny, tmp_path):
     AutoTokenizer.from_pretrained(tiny / "policy").save_pretrained(tmp_path)
     lengths = {"prompts": PromptsConfig(max_prompt_tokens=40), "rollout": RolloutConfig(max_response_tokens=24)}
     models = ModelsConfig(actor=str(tmp_path))
-    with pytest.raises(ConfigError, match=r"models.critic: transformers has no ModelForSequenceClassification cohere"):
+    with pytest.raises(ConfigError, match=r"models.critic: transformers has no sequence classifier of type cohere"):
         check_models(Config(models=models, **lengths))
     check_models(Config(models=models, advantage=AdvantageConfig(estimator="grpo"), **lengths))
 
