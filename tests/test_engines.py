@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -129,6 +130,13 @@ needs_cpu_adam = pytest.mark.skipif(
     not any(Path(get_default_build_root()).glob("*/cpu_adam/cpu_adam.so")),
     reason="python -c 'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()' compiles it",
 )
+
+
+def test_ninja_is_found_where_the_environment_is_not_active():
+    source = "import subprocess, hybrid_rl.engines.deepspeed; subprocess.run(['ninja', '--version'], check=True)"
+    environment = {**os.environ, "PATH": "/nowhere", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 @needs_cpu_adam

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -25,6 +26,8 @@ from hybrid_rl.lora import (
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+# DeepSpeed compiles its Adams where they run, with the ninja that lies beside this Python even if .venv is not active.
+os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
 import deepspeed
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import logger as deepspeed_logger
@@ -200,7 +203,16 @@ class TrainEngine:
         return deepspeed.zero.GatheredParameters(parameters) if self._zero_stage == 3 else nullcontext()
 
     def offload(self) -> None:
-        """Move gradients, fp32 master weights and optimizer moments to pinned host memory."""
+        """Move gradients, fp32 master weights and optimizer moments to pinned host memory.
+
+        Raises:
+            ConfigError: DeepSpeed cannot, as of ZeRO 1 in bfloat16.
+        """
+        check(
+            hasattr(self._engine.optimizer, "offload_states"),
+            f"memory.swap = deepspeed: DeepSpeed cannot offload update.zero_stage = {self._zero_stage} here; "
+            "use 2 or 3, or swap = off",
+        )
         self._engine.offload_states(include=_STATES)
 
     def reload(self) -> None:
