@@ -38,6 +38,7 @@ __all__ = [
     "ValueModel",
     "check_models",
     "choose_dtype",
+    "dense_attention",
     "eos_token_ids",
     "load_actor",
     "load_config",
@@ -107,6 +108,17 @@ def check_models(config: Config) -> None:
     if config.has_critic:
         configs.setdefault("models.critic", configs.get("models.reward", configs["models.actor"]))
     _check_classes(config, configs)
+
+
+def dense_attention(path: str) -> str:
+    """Return the attention of a causal language model outside packing: sdpa, or eager where sdpa leaves something out.
+
+    Raises:
+        ConfigError: see load_config.
+    """
+    config, field = load_config(path, field="models.actor"), f"models.actor = {path}"
+    model_class = _model_class(config, field, is_policy=True)
+    return choose_attention("auto", torch.device("cpu"), torch.float32, model_class, config, field=field)
 
 
 def _check_classes(config: Config, configs: dict[str, PretrainedConfig]) -> None:

@@ -240,6 +240,23 @@ def test_bfloat16_adapters_move_by_float32_steps(tiny, world, stage):
     assert all(torch.equal(after[n], before[n]) != ("proj" in n) for n in before)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_states_leave_and_return_between_steps(tiny, world, dtype):
+    moved, stayed = (make_actor(tiny / "policy", world, dtype=dtype) for _ in range(2))
+    for rows in ([0, 1], [2], [3]):
+        moved.offload()
+        moved.reload()
+        assert step(moved, rows) == step(stayed, rows)
+    expected = stayed.adapter()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in moved.adapter().items())
+
+
+def test_states_that_deepspeed_cannot_offload_are_refused(tiny, world):
+    actor = make_actor(tiny / "policy", world, 1, dtype="bfloat16")
+    with pytest.raises(ConfigError, match=r"memory.swap = deepspeed: .* update.zero_stage = 1 here; use 2 or 3"):
+        actor.offload()
+
+
 # Hand-over, export, checkpoints
 
 

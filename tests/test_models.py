@@ -37,6 +37,7 @@ from transformers import (
 )
 
 from hybrid_rl.batch import Packed, Prompt, Rollout, TrainBatch, make_train_batch, pack, split
+from hybrid_rl.bucket import SharedBucket, bucket_bytes, plan_buckets
 from hybrid_rl.config import (
     AdvantageConfig,
     Config,
@@ -46,6 +47,8 @@ from hybrid_rl.config import (
     PromptsConfig,
     RolloutConfig,
 )
+from hybrid_rl.engines import Sampling
+from hybrid_rl.engines.hf import HfEngine
 from hybrid_rl.models import (
     Actor,
     LogprobHead,
@@ -393,6 +396,40 @@ def test_values_of_other_families_packed_are_alone(tiny, tmp_path, batch, name):
     packed = pack(batch, rows, CPU)
     scores = model(**packed_inputs(packed), index=packed.last_index)
     torch.testing.assert_close(scores, expected[rows], atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gemma2", "cohere", "bloom"])
+def test_the_oracle_engine_samples_by_the_same_logprobs(tiny, tmp_path, name):
+    """Gemma 2's soft caps, Cohere's scale and BLOOM's ALiBi reach the sampled tokens' log-probs on both sides."""
+    folder = save_random(AutoModelForCausalLM, (FAMILIES | PADDED)[name](), tmp_path, tiny / "policy")
+    actor = load_actor(str(folder), ModelsConfig(), CPU)
+    engine = HfEngine(str(folder), dtype=torch.float32, device=CPU)
+    plan = plan_buckets([(n, tuple(p.shape), p.dtype) for n, p in actor.model.named_parameters()], 1 << 30)
+    bucket = SharedBucket(bucket_bytes(plan), CPU)
+    for slot in plan[0]:
+        slot.view(bucket.tensor).copy_(dict(actor.model.named_parameters())[slot.name])
+    engine.open_bucket(bucket.handle(), plan)
+    bucket.unlink()
+    engine.receive(0)
+    engine.finish_push()
+    sampling = Sampling(temperature=0.7, max_tokens=12, stop_token_ids=())
+    prompts = [[5, 9, 3], [7]]
+    rollouts = [
+        Rollout(
+            prompt=Prompt(prompt_id=i, text="", token_ids=prompts[i]),
+            sequence_id=i,
+            response_ids=list(generation.token_ids),
+            rollout_logprobs=list(generation.logprobs),
+            is_truncated=True,
+            text="",
+        )
+        for i, generation in enumerate(engine.generate(prompts, sampling, [1, 2]))
+    ]
+    sampled = make_train_batch(rollouts)
+    packed = pack(sampled, [1, 0], CPU)
+    found, _ = run_actor(actor, packed, 0.7)
+    torch.testing.assert_close(found, packed.gather(sampled.rollout_logprobs), atol=1e-5, rtol=0)
 
 
 def test_a_padded_model_says_so(tiny, tmp_path, caplog):

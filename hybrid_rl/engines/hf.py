@@ -8,13 +8,15 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from hybrid_rl.bucket import Slot, checksum, open_shared
 from hybrid_rl.engines import Generation, Region, Sampling
+from hybrid_rl.models import dense_attention
 
 
 class HfEngine:
     """A copy of the actor in this process; see hybrid_rl.engines.RolloutEngine for its contract."""
 
     def __init__(self, model: str, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa")
+        attention = dense_attention(model)
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation=attention)
         self._model.to(device).requires_grad_(False).eval()
         self._parameters = dict(self._model.named_parameters())
         self._device = device
