@@ -163,10 +163,10 @@ def _probe(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any]]:
     return both, both | {"input_ids": ids[:, 3:], "position_ids": places[:, 3:], "cu_seqlens": ends[1:] - 3}
 
 
-def _is_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether they are equal but for rounding; what a probe looks for is as large as the values themselves."""
-    tolerance = 0.1 if dtype in (torch.bfloat16, torch.float16) else 1e-3
-    return bool((found.float() - expected.float()).norm() <= tolerance * expected.float().norm())
+def _is_close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Return whether the difference is small beside the values: in float32 1e-3, in 16 bits `tolerance`."""
+    limit = 1e-3 if expected.dtype == torch.float32 else tolerance
+    return bool((found.float() - expected.float()).norm() <= limit * expected.float().norm())
 
 
 @torch.no_grad()
@@ -174,7 +174,8 @@ def _is_packed_like_alone(module: PackedModel) -> bool:
     """Return whether a sequence gets beside another one what it gets alone."""
     both, alone = _probe(module.model)
     try:
-        return _is_close(module.hidden(**both)[3:], module.hidden(**alone), module.model.dtype)
+        # In 16 bits another number of rows may send a token to another expert; a neighbour that is seen changes all.
+        return _is_close(module.hidden(**both)[3:], module.hidden(**alone), 0.25)
     except ValueError:  # varlen attention, of a model that does not hand on the lengths
         if module.is_padded:
             raise
@@ -208,9 +209,9 @@ def check_head(actor: Actor, path: str, *, field: str) -> None:
     """
     model, (_, alone) = actor.model, _probe(actor.model)
     head = model.get_output_embeddings()
-    ours = head.shape.apply(head(actor.hidden(**alone)).float())
+    ours = head.shape.apply(head(actor.hidden(**alone)))
     theirs = model(use_cache=False, **actor.arguments(**alone)).logits[0]
     check(
-        _is_close(ours, theirs, model.dtype),
+        _is_close(ours, theirs, 0.02),
         f"{field} = {path}: {type(model).__name__} changes logits after its head in a way that is not known here",
     )

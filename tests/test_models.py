@@ -83,6 +83,7 @@ FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
     "mistral": lambda **o: MistralConfig(**SMALL, sliding_window=4, **o),
     "gemma": lambda **o: GemmaConfig(**SMALL, head_dim=16, **o),
     "gemma2": lambda **o: Gemma2Config(**CAPPED, attn_logit_softcapping=1.0, **o),
+    "gemma2-untied": lambda **o: Gemma2Config(**CAPPED, attn_logit_softcapping=1.0, tie_word_embeddings=False, **o),
     "gemma2-uncapped-attention": lambda **o: Gemma2Config(**CAPPED, attn_logit_softcapping=None, **o),
     "gemma3": lambda **o: Gemma3TextConfig(**GEMMA, layer_types=["sliding_attention", "full_attention"], **o),
     "cohere": lambda **o: CohereConfig(**SMALL, logit_scale=0.25, **o),
@@ -396,6 +397,18 @@ def test_values_of_other_families_packed_are_alone(tiny, tmp_path, batch, name):
     packed = pack(batch, rows, CPU)
     scores = model(**packed_inputs(packed), index=packed.last_index)
     torch.testing.assert_close(scores, expected[rows], atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_every_family_loads_in_bfloat16(family, batch):
+    """What is proved while loading tells rounding from a mistake: all are laid out as in float32."""
+    name, folder = family
+    actor = load_actor(str(folder), ModelsConfig(dtype="bfloat16"), CPU)
+    assert actor.is_padded == (name in PADDED)
+    exact = load_actor(str(folder), ModelsConfig(), CPU)
+    packed = pack(batch, [4, 0, 5, 1, 3, 2], CPU)
+    found, expected = (run_actor(model, packed, 1.0)[0] for model in (actor, exact))
+    assert (found - expected).abs().mean() < 0.25 * expected.std()
 
 
 @torch.no_grad()
