@@ -27,6 +27,16 @@ def check_same_shape(**tensors: Tensor) -> None:
         raise ValueError(f"shapes must be equal, got {shapes}")
 
 
+def check_head_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
+    """Raise ValueError unless these are [N, H], [V, H], [N] and [V] or None."""
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(f"hidden must be [N, H] and weight [V, H], got {list(hidden.shape)} and {list(weight.shape)}")
+    if targets.shape != hidden.shape[:1]:
+        raise ValueError(f"targets must be [N] with N = {len(hidden)}, got {list(targets.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be [V] with V = {len(weight)}, got {list(bias.shape)}")
+
+
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """Return float64 for float64, float32 for everything smaller."""
     return torch.promote_types(dtype, torch.float32)
@@ -96,12 +106,7 @@ def fused_logprobs(
     Raises:
         ValueError: shapes do not fit, or temperature, logit_scale or softcap is not finite and positive.
     """
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"hidden must be [N, H] and weight [V, H], got {list(hidden.shape)} and {list(weight.shape)}")
-    if targets.shape != hidden.shape[:1]:
-        raise ValueError(f"targets must be [N] with N = {len(hidden)}, got {list(targets.shape)}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias must be [V] with V = {len(weight)}, got {list(bias.shape)}")
+    check_head_shapes(hidden, weight, targets, bias)
     transform = LogitTransform(temperature=temperature, logit_scale=logit_scale, softcap=softcap)
     # Selected here and not inside: where() also selects gradients, so that a NaN in an ignored row reaches nothing.
     is_kept = targets != IGNORED_TARGET

@@ -1,0 +1,211 @@
+"""The public functions: each goes to Triton or to PyTorch, by where its tensors are and what they hold.
+
+Shape letters: N packed tokens, n tokens of a slice, H hidden, V vocabulary, B sequences, T response tokens.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_rl_kernels import gae_reference, reference
+from hybrid_rl_kernels.gae_reference import Mode, Rows
+from hybrid_rl_kernels.reference import LogitTransform, check_head_shapes, check_same_shape
+
+_SETTING = os.environ.get("HYBRID_RL_KERNELS", "triton")
+if _SETTING not in ("triton", "reference"):
+    raise ValueError(f"HYBRID_RL_KERNELS must be triton or reference, got {_SETTING!r}")
+
+CONSTANT_BOUND = 2.0**-20
+"""Entries whose deviation is less than this share of their mean are equal: float32 rounding leaves about 2^-22."""
+
+
+def _is_triton(x: Tensor, *dtypes: torch.dtype) -> bool:
+    return x.is_cuda and _SETTING == "triton" and x.dtype in dtypes
+
+
+def fused_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    *,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the targets' log-probabilities and the entropies [N]; see reference.fused_logprobs."""
+    function: Callable[..., tuple[Tensor, Tensor]] = reference.fused_logprobs
+    if _is_triton(weight, torch.bfloat16, torch.float16):
+        from hybrid_rl_kernels.logprobs import fused_logprobs as function  # a CPU needs no Triton
+    return function(hidden, weight, targets, temperature, bias, logit_scale=logit_scale, softcap=softcap)
+
+
+def token_loss_one_pass(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    loss_of_logprobs: Callable[[Tensor, Tensor, slice], Tensor],
+    bias: Tensor | None = None,
+    *,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sum of the tokens' losses, with gradients, and their log-probs and entropies, without.
+
+    On a GPU with bfloat16 weights and gradients wanted, loss and gradients come in one pass over the logits, which is
+    three products of N, H and V where fused_logprobs and its backward need four. Elsewhere it is fused_logprobs.
+
+    Args:
+        hidden, weight, targets, temperature, bias, logit_scale, softcap: see fused_logprobs.
+        loss_of_logprobs: from log-probs and entropies [n] of the tokens in a slice of [0, N) to their losses. It is
+            called once per slice, its results are summed: a token's loss must depend on no token of another slice.
+            The two are 0 in ignored rows, whose gradients are dropped.
+    Returns:
+        loss:              float32 scalar; backward through it runs once.
+        logprobs, entropy: [N] float32, detached.
+    Raises:
+        ValueError: as fused_logprobs.
+    """
+    wants_gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
+    if wants_gradients and _is_triton(weight, torch.bfloat16):
+        from hybrid_rl_kernels.token_loss import token_loss
+
+        check_head_shapes(hidden, weight, targets, bias)
+        transform = LogitTransform(temperature=temperature, logit_scale=logit_scale, softcap=softcap)
+        return token_loss(hidden.to(weight.dtype), weight, bias, targets, transform, loss_of_logprobs)
+    logprobs, entropy = fused_logprobs(
+        hidden, weight, targets, temperature, bias, logit_scale=logit_scale, softcap=softcap
+    )
+    loss = loss_of_logprobs(logprobs, entropy, slice(0, len(targets))).sum()
+    return loss, logprobs.detach(), entropy.detach()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advantages:
+    """What `gae_with_moments` returns."""
+
+    advantages: Tensor
+    """[B, T] or [N] float32, 0 outside the mask."""
+    returns: Tensor
+    """Advantages + values, 0 outside the mask."""
+    moments: Tensor
+    """[3] float64: number, mean and sum of squared deviations of the advantages in the mask."""
+
+
+@torch.no_grad()
+def gae(
+    token_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    gamma: float,
+    gae_lambda: float | Tensor,
+    mode: Mode = "zero",
+    bootstrap_values: Tensor | None = None,
+) -> Tensor:
+    """Return generalized advantage estimates [B, T]; see reference.gae."""
+    scan = _scan_module(token_rewards, values)
+    if scan is gae_reference:
+        return reference.gae(token_rewards, values, response_mask, gamma, gae_lambda, mode, bootstrap_values)
+    check_same_shape(token_rewards=token_rewards, values=values, response_mask=response_mask)
+    _check_rows(len(response_mask), mode, gae_lambda=gae_lambda, bootstrap_values=bootstrap_values)
+    results = scan.scan(
+        Rows(token_rewards=token_rewards, values=values, mask=response_mask, bootstrap_values=bootstrap_values),
+        gamma,
+        gae_lambda,
+        mode,
+        has_moments=False,
+        has_returns=False,
+    )
+    return results[0]
+
+
+@torch.no_grad()
+def gae_with_moments(
+    values: Tensor | None,
+    response_mask: Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float | Tensor,
+    mode: Mode = "zero",
+    token_rewards: Tensor | None = None,
+    scores: Tensor | None = None,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    bootstrap_values: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Advantages:
+    """Return advantages of rewards that are shaped on the way, value targets, and what whitening needs.
+
+    The reward of a token is its token_rewards, plus the row's score on the last sampled one, minus kl_coef * kl.
+    Without values and with a lambda of 1 the advantages are the discounted returns of REINFORCE++.
+
+    Args:
+        values:            [B, T] float32, or [N] with cu_seqlens; None is 0 everywhere.
+        response_mask:     same shape, bool or 0 and 1; everything else of this shape is read in the mask alone.
+        gamma, gae_lambda, mode, bootstrap_values: see reference.gae.
+        token_rewards, kl: same shape, float32, or None.
+        scores:            [B] float32 or None; not read in rows without tokens.
+        kl_coef:           factor on kl.
+        cu_seqlens:        [B + 1] int, ascending from 0 to N: the bounds of packed sequences; None is padded input.
+    Raises:
+        ValueError: shapes do not fit or the mode is unknown.
+    """
+    num_rows = len(response_mask) if cu_seqlens is None else len(cu_seqlens) - 1
+    if response_mask.dim() != (2 if cu_seqlens is None else 1):
+        raise ValueError(f"response_mask must be [B, T], or [N] with cu_seqlens, got {list(response_mask.shape)}")
+    per_token = {"values": values, "token_rewards": token_rewards, "kl": kl, "response_mask": response_mask}
+    check_same_shape(**{name: x for name, x in per_token.items() if x is not None})
+    _check_rows(num_rows, mode, gae_lambda=gae_lambda, bootstrap_values=bootstrap_values, scores=scores)
+    scan = _scan_module(response_mask, *(x for x in (values, token_rewards, kl, scores) if x is not None))
+    rows = Rows(
+        mask=response_mask,
+        values=values,
+        token_rewards=token_rewards,
+        scores=scores,
+        kl=kl,
+        kl_coef=kl_coef,
+        bootstrap_values=bootstrap_values,
+        cu_seqlens=cu_seqlens,
+    )
+    advantages, returns, moments = scan.scan(rows, gamma, gae_lambda, mode, has_moments=True, has_returns=True)
+    return Advantages(advantages=advantages, returns=returns, moments=scan.merge_moments(moments))
+
+
+def merge_moments(moments: Tensor) -> Tensor:
+    """Return the moments [3] float64 of all parts [K, 3], such as ranks, together. Source: Chan et al. 1979."""
+    return _scan_module(moments).merge_moments(moments)
+
+
+@torch.no_grad()
+def whiten(x: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
+    """Return x with the mean and population variance that its moments [3] name taken out, 0 outside the mask.
+
+    All 0 if the entries are equal or there is only one.
+    """
+    check_same_shape(x=x, mask=mask)
+    return _scan_module(x).whiten(x, mask, moments, CONSTANT_BOUND)
+
+
+def _scan_module(*tensors: Tensor) -> Any:
+    """Return the module whose scan takes these tensors."""
+    if _SETTING == "reference" or any(not x.is_cuda for x in tensors):
+        return gae_reference
+    if any(x.is_floating_point() and x.dtype == torch.float64 for x in tensors) and tensors[0].dim() > 1:
+        return gae_reference
+    from hybrid_rl_kernels import gae_kernels  # a CPU needs no Triton
+
+    return gae_kernels
+
+
+def _check_rows(num_rows: int, mode: str, **per_row: float | Tensor | None) -> None:
+    """Raise ValueError unless the mode exists and what is given per row is [B]."""
+    if mode not in ("zero", "carry"):
+        raise ValueError(f"mode must be zero or carry, got {mode!r}")
+    for name, x in per_row.items():
+        if isinstance(x, Tensor) and x.shape != (num_rows,):
+            raise ValueError(f"{name} must be [B] with B = {num_rows}, got {list(x.shape)}")

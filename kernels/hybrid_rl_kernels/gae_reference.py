@@ -1,0 +1,96 @@
+"""The PyTorch path of advantages from shaped rewards, padded or packed, and their moments; `gae_kernels.py` is the GPU's.
+
+Shape letters: B sequences, T response tokens, N packed tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hybrid_rl_kernels import reference
+
+Mode = Literal["zero", "carry"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What `dispatch.gae_with_moments` takes, which see; [B, T], or [N] with cu_seqlens, or [B] per row."""
+
+    mask: Tensor
+    values: Tensor | None = None
+    token_rewards: Tensor | None = None
+    scores: Tensor | None = None
+    kl: Tensor | None = None
+    kl_coef: float = 0.0
+    bootstrap_values: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+    def padding(self) -> tuple[Tensor, Tensor] | None:
+        """Return the packed place of each token [N], and which slots [B, T] hold tokens; None if padded."""
+        if self.cu_seqlens is None:
+            return None
+        lengths = self.cu_seqlens.diff()
+        place = torch.arange(int(lengths.max()) if len(lengths) else 0, device=self.mask.device)
+        is_token = place < lengths[:, None]
+        return (self.cu_seqlens[:-1, None] + place)[is_token], is_token
+
+
+def _pad(x: Tensor, padding: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Return packed tokens [N] as [B, T]; padded input as it is."""
+    if padding is None:
+        return x
+    tokens, is_token = padding
+    result = x.new_zeros(is_token.shape)
+    result[is_token] = x[tokens]
+    return result
+
+
+def _pack(x: Tensor, padding: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Undo _pad."""
+    return x if padding is None else x[padding[1]]
+
+
+def scan(
+    rows: Rows, gamma: float, gae_lambda: float | Tensor, mode: Mode, *, has_moments: bool, has_returns: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return advantages, returns and moments [B, 3] of each row (or None) of inputs that are checked."""
+    padding = rows.padding()
+    mask = _pad(rows.mask.bool(), padding)
+
+    def selected(x: Tensor | None) -> Tensor:
+        return torch.zeros(mask.shape, device=mask.device) if x is None else torch.where(mask, _pad(x, padding), 0)
+
+    rewards, values = selected(rows.token_rewards) - rows.kl_coef * selected(rows.kl), selected(rows.values)
+    if rows.scores is not None:
+        is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+        rewards = rewards + torch.where(is_last, rows.scores[:, None], 0)
+    advantages = reference.gae(rewards, values, mask, gamma, gae_lambda, mode, rows.bootstrap_values)
+    moments = _row_moments(advantages, mask) if has_moments else None
+    returns = _pack(torch.where(mask, advantages + values, 0), padding) if has_returns else None
+    return _pack(advantages, padding), returns, moments
+
+
+def _row_moments(x: Tensor, mask: Tensor) -> Tensor:
+    """Return number, mean and sum of squared deviations [B, 3] of each row's entries in the mask."""
+    count = mask.sum(1)
+    mean = x.sum(1) / count.clamp_min(1)
+    deviation = torch.where(mask, x - mean[:, None], 0)
+    return torch.stack([count.to(x.dtype), mean, deviation.square().sum(1)], dim=1)
+
+
+def merge_moments(moments: Tensor) -> Tensor:
+    """Return the moments [3] float64 of all parts [K, 3] together. Source: Chan et al. 1979."""
+    counts, means, squares = moments.double().unbind(1)
+    count = counts.sum()
+    mean = (counts * means).sum() / count.clamp_min(1)
+    return torch.stack([count, mean, (squares + counts * (means - mean).square()).sum()])
+
+
+def whiten(x: Tensor, mask: Tensor, moments: Tensor, bound: float) -> Tensor:
+    """Return x whitened by moments [3] float64, 0 outside the mask and where the deviation is below bound * |mean|."""
+    count, mean, squares = moments.unbind()
+    deviation = (squares / count.clamp_min(1)).sqrt()
+    factor = torch.where(deviation <= bound * mean.abs(), 0, 1 / deviation)
+    return torch.where(mask.bool(), (x - mean.to(x.dtype)) * factor.to(x.dtype), 0)

@@ -1,0 +1,356 @@
+"""Triton kernels over logits that exist one tile at a time; `logprobs.py` and `token_loss.py` launch them.
+
+Shape letters: n rows of one launch, H hidden, V columns of one launch (words of the vocabulary, or a slice of them).
+Inside the kernels z are the transformed logits (see reference.LogitTransform) times log2(e), so that exp2, which the
+hardware has, needs no further product.
+
+Each row's softmax is held as four float32 numbers, its *state*:
+    m = max z,  s = sum 2^(z - m),  e = sum 2^(z - m) (z - m),  t = z of the target
+from which, in nats, log-prob = (t - m) ln 2 - ln s and entropy = ln s - e / s ln 2. Taking z - m in e keeps the two
+terms of the entropy small: nothing large cancels.
+"""
+
+# A kernel is compiled for whatever types it is given.
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+STATS, NUMERATORS, GRADIENT = 0, 1, 2
+"""What a tile of logits becomes: a part of the rows' states; that and numerators 2^(z - reference); its gradient."""
+
+MAX_EXPONENT = 60.0
+"""A numerator is at most 2^60, so with 2^17 words its row's scale is at least 2^-77: bfloat16 holds its products."""
+
+_STATS = tl.constexpr(STATS)
+_NUMERATORS = tl.constexpr(NUMERATORS)
+_GRADIENT = tl.constexpr(GRADIENT)
+_MAX_EXPONENT = tl.constexpr(MAX_EXPONENT)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+_LOWEST = tl.constexpr(-1e30)  # stands for -inf: 2^it is 0, and 0 * it is 0 and not NaN
+
+# No kernel of its own for a T of 1 or a multiple of 16: a training step compiles nothing after the first one.
+_VARYING = ["num_rows", "stride", "first_column", "tiles_per_split", "num_splits"]
+
+
+@triton.jit
+def _transform(
+    logits, bias_ptr, columns, num_columns, scale, steepness, cap, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr
+):
+    """Return z of a tile: logits * scale, or cap * tanh(logits * steepness / (2 log2 e))."""
+    if HAS_BIAS:
+        logits += tl.load(bias_ptr + columns, mask=columns < num_columns, other=0).to(tl.float32)[None, :]
+    if HAS_CAP:
+        return cap * (1 - 2 / (1 + tl.exp2(logits * steepness)))  # tanh x = 1 - 2 / (1 + e^2x)
+    return logits * scale
+
+
+@triton.jit
+def _bounded(z, is_column, HAS_BIAS: tl.constexpr):
+    """Return z with _LOWEST outside the vocabulary and for words that a bias of -inf forbids; NaN stays."""
+    if HAS_BIAS:
+        z = tl.where(z < _LOWEST, _LOWEST, z)
+    return tl.where(is_column[None, :], z, _LOWEST)
+
+
+@triton.jit
+def _advance(z, is_target, is_column, m, s, e, t, HAS_BIAS: tl.constexpr):
+    """Return the rows' states with one more tile of z."""
+    t += tl.sum(tl.where(is_target, z, 0.0), axis=1)
+    z = _bounded(z, is_column, HAS_BIAS)
+    new_m = tl.maximum(m, tl.max(z, axis=1))
+    rise = m - new_m
+    decay = tl.exp2(rise)
+    distance = z - new_m[:, None]
+    share = tl.exp2(distance)
+    e = decay * (e + s * rise) + tl.sum(share * distance, axis=1)
+    s = decay * s + tl.sum(share, axis=1)
+    return new_m, s, e, t
+
+
+@triton.jit
+def _numerators(z, is_target, is_row, is_column, reference, HAS_BIAS: tl.constexpr):
+    """Return 2^(z - r), 0 at the target, and r: `reference`, or where a row exceeds it too far, the row's max here."""
+    z = _bounded(z, is_column, HAS_BIAS)
+    top = tl.max(z, axis=1)
+    reference = tl.where(top > reference + _MAX_EXPONENT, top, reference)
+    numerators = tl.exp2(z - reference[:, None])
+    return tl.where(is_row[:, None] & (is_target == 0), numerators, 0.0), reference
+
+
+@triton.jit
+def _gradient(
+    z, is_target, is_row, is_column, lse, entropy, grad, grad_entropy, cap,
+    HAS_ENTROPY: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr,
+):  # fmt: skip
+    """Return the gradient of the logits, g (onehot - p) - e p (log p + H), with g and e times the derivative of z."""
+    z = _bounded(z, is_column, HAS_BIAS)
+    log_share = z - lse[:, None]
+    pull = grad[:, None]
+    if HAS_ENTROPY:
+        pull += grad_entropy[:, None] * (log_share * _LN_2 + entropy[:, None])
+    result = tl.where(is_target, grad[:, None], 0.0) - tl.exp2(log_share) * pull
+    if HAS_CAP:
+        ratio = tl.where(is_column[None, :], z, 0.0) / cap
+        result *= 1 - ratio * ratio
+    return tl.where(is_row[:, None], result, 0.0)  # selects: an ignored row may hold NaN
+
+
+@triton.jit
+def _load_rows(row_ptr, rows, is_inside, stride, MODE: tl.constexpr, HAS_ENTROPY: tl.constexpr):
+    """Return what a launch knows of each row, from row_ptr [4, n]: (lse or reference), entropy, grad, grad_entropy."""
+    first = tl.zeros_like(rows).to(tl.float32)
+    entropy, grad, grad_entropy = first, first, first
+    if MODE != _STATS:
+        first = tl.load(row_ptr + rows, mask=is_inside, other=0)
+    if MODE == _GRADIENT:
+        grad = tl.load(row_ptr + 2 * stride + rows, mask=is_inside, other=0)
+        if HAS_ENTROPY:
+            entropy = tl.load(row_ptr + stride + rows, mask=is_inside, other=0)
+            grad_entropy = tl.load(row_ptr + 3 * stride + rows, mask=is_inside, other=0)
+    return first, entropy, grad, grad_entropy
+
+
+@triton.jit
+def _place(num_rows, num_splits, BLOCK_ROWS: tl.constexpr, GROUP: tl.constexpr):
+    """Return (row tile, split) of this program: GROUP row tiles walk the vocabulary together.
+
+    So their hidden states stay in L2, and each tile of the weight is read from memory once per group.
+    """
+    program = tl.program_id(0)
+    in_group = GROUP * num_splits
+    first = program // in_group * GROUP
+    size = tl.minimum(tl.cdiv(num_rows, BLOCK_ROWS) - first, GROUP)
+    return first + program % in_group % size, program % in_group // size
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def hybrid_rl_vocab_kernel(
+    hidden, weight, out, row_ptr, tile_reference_ptr, state_ptr, targets_ptr, bias_ptr,
+    num_rows, num_columns, num_hidden, first_column, scale, steepness, cap, tiles_per_split, num_splits,
+    MODE: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr,
+    PRECISION: tl.constexpr, GROUP: tl.constexpr, FLATTEN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Multiply one tile of rows with some tiles of the vocabulary; see the three modes.
+
+    hidden [n, H], weight [V, H] and out [n, V] are tensor descriptors. state_ptr is [num_splits, 4, n],
+    tile_reference_ptr [tiles, n], row_ptr see _load_rows.
+    """
+    row_tile, split = _place(num_rows, num_splits, BLOCK_ROWS, GROUP)
+    first_row = row_tile * BLOCK_ROWS
+    rows = first_row + tl.arange(0, BLOCK_ROWS)
+    is_inside = rows < num_rows
+    targets = tl.load(targets_ptr + rows, mask=is_inside, other=-100)
+    is_row = targets >= 0
+    local_targets = (targets - first_column).to(tl.int32)
+    first, entropy, grad, grad_entropy = _load_rows(row_ptr, rows, is_inside, num_rows, MODE, HAS_ENTROPY)
+    m = tl.full([BLOCK_ROWS], _LOWEST, tl.float32)
+    s = tl.zeros([BLOCK_ROWS], tl.float32)
+    e = tl.zeros([BLOCK_ROWS], tl.float32)
+    t = tl.zeros([BLOCK_ROWS], tl.float32)
+    last_tile = tl.minimum((split + 1) * tiles_per_split, tl.cdiv(num_columns, BLOCK_COLUMNS))
+    for tile in tl.range(split * tiles_per_split, last_tile, flatten=FLATTEN):
+        first_of_tile = tile * BLOCK_COLUMNS
+        logits = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+        for k in range(0, num_hidden, BLOCK_K):
+            left, right = hidden.load([first_row, k]), weight.load([first_of_tile, k])
+            logits = tl.dot(left, right.T, logits, input_precision=PRECISION)
+        columns = first_of_tile + tl.arange(0, BLOCK_COLUMNS)
+        is_column, is_target = columns < num_columns, columns[None, :] == local_targets[:, None]
+        z = _transform(logits, bias_ptr, columns, num_columns, scale, steepness, cap, HAS_BIAS, HAS_CAP)
+        if MODE == _GRADIENT:
+            result = _gradient(
+                z, is_target, is_row, is_column, first, entropy, grad, grad_entropy, cap, HAS_ENTROPY, HAS_BIAS, HAS_CAP
+            )
+            out.store([first_row, first_of_tile], result.to(out.dtype))
+        else:
+            m, s, e, t = _advance(z, is_target, is_column, m, s, e, t, HAS_BIAS)
+        if MODE == _NUMERATORS:
+            result, reference = _numerators(z, is_target, is_row, is_column, first, HAS_BIAS)
+            out.store([first_row, first_of_tile], result.to(out.dtype))
+            tl.store(tile_reference_ptr + tile * num_rows + rows, reference, mask=is_inside)
+    if MODE != _GRADIENT:
+        _store_state(state_ptr + split * 4 * num_rows, rows, is_inside, num_rows, m, s, e, t)
+
+
+@triton.jit
+def _store_state(state_ptr, rows, is_inside, stride, m, s, e, t):
+    """Write the states of some rows to [4, n]."""
+    tl.store(state_ptr + rows, m, mask=is_inside)
+    tl.store(state_ptr + stride + rows, s, mask=is_inside)
+    tl.store(state_ptr + 2 * stride + rows, e, mask=is_inside)
+    tl.store(state_ptr + 3 * stride + rows, t, mask=is_inside)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def hybrid_rl_row_kernel(
+    logits_ptr, out_ptr, row_ptr, tile_reference_ptr, state_ptr, targets_ptr, bias_ptr,
+    num_rows, stride, num_columns, logits_stride, out_stride, first_column, scale, steepness, cap,
+    MODE: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """What hybrid_rl_vocab_kernel does, on float32 logits [n, V] that a GEMM wrote; continues the states [4, n].
+
+    stride is that of everything which is kept per row: these may be some of a launch's rows.
+    """
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    is_inside = rows < num_rows
+    targets = tl.load(targets_ptr + rows, mask=is_inside, other=-100)
+    is_row = targets >= 0
+    local_targets = (targets - first_column).to(tl.int32)
+    first, entropy, grad, grad_entropy = _load_rows(row_ptr, rows, is_inside, stride, MODE, HAS_ENTROPY)
+    m = tl.full([BLOCK_ROWS], _LOWEST, tl.float32)
+    s = tl.zeros([BLOCK_ROWS], tl.float32)
+    e = tl.zeros([BLOCK_ROWS], tl.float32)
+    t = tl.zeros([BLOCK_ROWS], tl.float32)
+    if MODE != _GRADIENT and first_column > 0:
+        m = tl.load(state_ptr + rows, mask=is_inside, other=0)
+        s = tl.load(state_ptr + stride + rows, mask=is_inside, other=0)
+        e = tl.load(state_ptr + 2 * stride + rows, mask=is_inside, other=0)
+        t = tl.load(state_ptr + 3 * stride + rows, mask=is_inside, other=0)
+    wide_rows = rows.to(tl.int64)[:, None]  # a row times a stride may pass 2^31
+    for tile in range(0, tl.cdiv(num_columns, BLOCK_COLUMNS)):
+        columns = tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+        is_column, is_target = columns < num_columns, columns[None, :] == local_targets[:, None]
+        is_slot = is_inside[:, None] & is_column[None, :]
+        logits = tl.load(logits_ptr + wide_rows * logits_stride + columns[None, :], mask=is_slot, other=0)
+        z = _transform(logits, bias_ptr, columns, num_columns, scale, steepness, cap, HAS_BIAS, HAS_CAP)
+        slots = wide_rows * out_stride + columns[None, :]
+        if MODE == _GRADIENT:
+            result = _gradient(
+                z, is_target, is_row, is_column, first, entropy, grad, grad_entropy, cap, HAS_ENTROPY, HAS_BIAS, HAS_CAP
+            )
+            tl.store(out_ptr + slots, result.to(out_ptr.dtype.element_ty), mask=is_slot)
+        else:
+            m, s, e, t = _advance(z, is_target, is_column, m, s, e, t, HAS_BIAS)
+        if MODE == _NUMERATORS:
+            result, reference = _numerators(z, is_target, is_row, is_column, first, HAS_BIAS)
+            tl.store(out_ptr + slots, result.to(out_ptr.dtype.element_ty), mask=is_slot)
+            tl.store(tile_reference_ptr + tile * stride + rows, reference, mask=is_inside)
+    if MODE != _GRADIENT:
+        _store_state(state_ptr, rows, is_inside, stride, m, s, e, t)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def hybrid_rl_merge_kernel(
+    state_ptr, targets_ptr, logprobs_ptr, entropy_ptr, lse_ptr, top_ptr, num_rows, num_splits, BLOCK_ROWS: tl.constexpr
+):
+    """Merge the states [num_splits, 4, n] of each row into log-prob, entropy (0 if ignored), log2-sum-exp2 and max."""
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    is_inside = rows < num_rows
+    m = tl.full([BLOCK_ROWS], _LOWEST, tl.float32)
+    s = tl.zeros([BLOCK_ROWS], tl.float32)
+    e = tl.zeros([BLOCK_ROWS], tl.float32)
+    t = tl.zeros([BLOCK_ROWS], tl.float32)
+    for split in range(0, num_splits):
+        part = state_ptr + split * 4 * num_rows + rows
+        part_m = tl.load(part, mask=is_inside, other=0)
+        part_s = tl.load(part + num_rows, mask=is_inside, other=1)
+        part_e = tl.load(part + 2 * num_rows, mask=is_inside, other=0)
+        t += tl.load(part + 3 * num_rows, mask=is_inside, other=0)
+        new_m = tl.maximum(m, part_m)
+        rise, part_rise = m - new_m, part_m - new_m
+        decay, part_decay = tl.exp2(rise), tl.exp2(part_rise)
+        e = decay * (e + s * rise) + part_decay * (part_e + part_s * part_rise)
+        s = decay * s + part_decay * part_s
+        m = new_m
+    is_row = tl.load(targets_ptr + rows, mask=is_inside, other=-100) >= 0
+    log_s = tl.log2(s)
+    logprobs = (t - m - log_s) * _LN_2
+    entropy = (log_s - e / s) * _LN_2
+    tl.store(logprobs_ptr + rows, tl.where(is_row, logprobs, 0.0), mask=is_inside)
+    tl.store(entropy_ptr + rows, tl.where(is_row, entropy, 0.0), mask=is_inside)
+    tl.store(lse_ptr + rows, m + log_s, mask=is_inside)
+    tl.store(top_ptr + rows, m, mask=is_inside)
+
+
+@triton.jit
+def hybrid_rl_target_kernel(
+    hidden_ptr, weight_ptr, bias_ptr, targets_ptr, z_ptr, num_hidden, scale, steepness, cap,
+    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Write z of each row's target to [n], bounded below; one program per row of hidden [n, H] and weight [V, H]."""
+    row = tl.program_id(0)
+    target = tl.maximum(tl.load(targets_ptr + row), 0)
+    total = tl.zeros([BLOCK_K], tl.float32)
+    for start in range(0, num_hidden, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        left = tl.load(hidden_ptr + row.to(tl.int64) * num_hidden + k, mask=k < num_hidden, other=0).to(tl.float32)
+        right = tl.load(weight_ptr + target.to(tl.int64) * num_hidden + k, mask=k < num_hidden, other=0).to(tl.float32)
+        total += left * right
+    logit = tl.sum(total, axis=0)
+    if HAS_BIAS:
+        logit += tl.load(bias_ptr + target).to(tl.float32)
+    z = cap * (1 - 2 / (1 + tl.exp2(logit * steepness))) if HAS_CAP else logit * scale
+    tl.store(z_ptr + row, tl.where(z < _LOWEST, _LOWEST, z))
+
+
+@triton.jit
+def hybrid_rl_scale_kernel(
+    hidden_ptr, scaled_ptr, scale_ptr, numerators_ptr, stride, targets_ptr, logprobs_ptr, lse_ptr, top_ptr,
+    reference_ptr, grad_ptr, num_hidden, factor, IS_FINISHED: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Write each row's scale [n], scale * hidden [n, H] and the numerator of its target; one program per row.
+
+    The gradient of the logits is scale * numerators, but in the rows that the finish kernel rewrites, whose scale is 1.
+    """
+    row = tl.program_id(0)
+    target = tl.load(targets_ptr + row)
+    reference = tl.load(reference_ptr + row)
+    lse = tl.load(lse_ptr + row)
+    is_finished = (tl.load(top_ptr + row) > reference + _MAX_EXPONENT) | IS_FINISHED
+    scale = tl.where(is_finished, 1.0, -tl.load(grad_ptr + row) * factor * tl.exp2(reference - lse))
+    scale = tl.where(target >= 0, scale, 0.0)
+    tl.store(scale_ptr + row, scale)
+    if target >= 0 and not is_finished:
+        # g (1 - p) = scale * numerator; 1 - p loses no digits, as p is not rounded before.
+        share = tl.exp(tl.load(logprobs_ptr + row))
+        numerator = (share - 1) * tl.exp2(lse - reference)
+        slot = numerators_ptr + row.to(tl.int64) * stride + target
+        tl.store(slot, numerator.to(numerators_ptr.dtype.element_ty))
+    for start in range(0, num_hidden, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        slots = row.to(tl.int64) * num_hidden + k
+        hidden = tl.load(hidden_ptr + slots, mask=k < num_hidden, other=0).to(tl.float32)
+        scaled = tl.where(target >= 0, hidden * scale, 0.0)  # selects: an ignored row may hold NaN
+        tl.store(scaled_ptr + slots, scaled.to(scaled_ptr.dtype.element_ty), mask=k < num_hidden)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def hybrid_rl_finish_kernel(
+    numerators_ptr, stride, tile_reference_ptr, top_ptr, reference_ptr, row_ptr, targets_ptr,
+    num_rows, num_columns, tile_width, cap,
+    IS_FULL: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_CAP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Turn numerators [n, V] into the gradient of the logits, in place: all rows, or those far above their reference.
+
+    A row's programs share its tiles. reference_ptr is [n], z of the targets, and bounds what is near.
+    """
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    is_inside = rows < num_rows
+    target_z = tl.load(reference_ptr + rows, mask=is_inside, other=0)
+    is_far = tl.load(top_ptr + rows, mask=is_inside, other=0) > target_z + _MAX_EXPONENT
+    is_chosen = is_inside if IS_FULL else is_far
+    if tl.max(is_chosen.to(tl.int32), axis=0) == 0:
+        return
+    targets = tl.load(targets_ptr + rows, mask=is_inside, other=-100)
+    lse, entropy, grad, grad_entropy = _load_rows(row_ptr, rows, is_inside, num_rows, _GRADIENT, HAS_ENTROPY)
+    first_slots = numerators_ptr + rows.to(tl.int64)[:, None] * stride
+    for place in range(tl.program_id(1), tl.cdiv(num_columns, BLOCK_COLUMNS), tl.num_programs(1)):
+        columns = place * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+        is_column, is_target = columns < num_columns, columns[None, :] == targets.to(tl.int32)[:, None]
+        tile = place * BLOCK_COLUMNS // tile_width
+        reference = tl.load(tile_reference_ptr + tile * num_rows + rows, mask=is_inside, other=0)
+        is_slot = is_chosen[:, None] & is_column[None, :]
+        numerators = tl.load(first_slots + columns[None, :], mask=is_slot, other=0).to(tl.float32)
+        has_none = (numerators == 0) & (is_target == 0)
+        z = tl.where(is_target, target_z[:, None], tl.log2(numerators) + reference[:, None])
+        result = _gradient(
+            tl.where(has_none, 0.0, z), is_target, targets >= 0, is_column, lse, entropy, grad, grad_entropy, cap,
+            HAS_ENTROPY, False, HAS_CAP,
+        )  # fmt: skip
+        result = tl.where(has_none, 0.0, result).to(numerators_ptr.dtype.element_ty)
+        tl.store(first_slots + columns[None, :], result, mask=is_slot)
