@@ -98,7 +98,7 @@ def packing_arguments(model: PreTrainedModel, cu_seqlens: Tensor, max_length: in
             "max_length_q": max_length,
             "max_length_k": max_length,
         }
-    if getattr(model.config, "sliding_window", None) is not None:
+    if getattr(model.config.get_text_config(), "sliding_window", None) is not None:
         return {}  # it makes one mask for each kind of layer, from where position ids restart
     # Not every model makes its mask from position_ids: OPT's sequences would see their neighbours.
     mask = _block_causal_mask(cu_seqlens, int(cu_seqlens[-1]))

@@ -65,9 +65,10 @@ def load_config(path: str, *, field: str) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{field} = {path}: no Hugging Face model there ({str(error).splitlines()[0]})") from error
-    for name, value in config.to_dict().items():
-        if "drop" in name and isinstance(value, float):
-            setattr(config, name, 0.0)
+    for part in (config, config.get_text_config()):  # the language model's part, of one that sees images too
+        for name, value in part.to_dict().items():
+            if "drop" in name and isinstance(value, float):
+                setattr(part, name, 0.0)
     return config
 
 

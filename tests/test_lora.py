@@ -1,8 +1,6 @@
 """Adapters learn and nothing else does; what the engine and an export get is the whole model, merged."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 from hybrid_rl import checkpoint
 from hybrid_rl.batch import Packed, Prompt, Rollout, make_train_batch, pack
 from hybrid_rl.config import ConfigError, LoraConfig, ModelsConfig, OptimizerConfig, SyncConfig
-from hybrid_rl.distributed import World, free_port, join_world
+from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import Sampling
 from hybrid_rl.engines.deepspeed import TrainEngine
 from hybrid_rl.engines.hf import HfEngine
@@ -26,7 +24,6 @@ from hybrid_rl.metrics import Timeline
 from hybrid_rl.models import load_actor, load_tokenizer, load_value_model, packed_inputs
 from hybrid_rl.sync import CopySync
 
-ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 LORA = LoraConfig(rank=2, alpha=6.0)
 OPTIMIZER = OptimizerConfig(lr=3e-2, eps=1e-4, max_grad_norm=0.5)
@@ -375,9 +372,9 @@ RANK_ROWS = [[[0, 1], [2, 3]], [[3, 0], [1]]]
 """Rows of each step and rank."""
 
 
-def run_rank(folder: Path, stage: int, world: World, *, alone: bool) -> dict[str, Any]:
+def run_rank(folder: Path, tiny: Path, stage: int, world: World, *, alone: bool) -> dict[str, Any]:
     """Return what two steps make of actor and critic, when each rank has its rows or one rank has all."""
-    actor, critic = make_actor(folder / "policy", world, stage), make_critic(folder / "reward", world, stage)
+    actor, critic = make_actor(tiny / "policy", world, stage), make_critic(tiny / "reward", world, stage)
     norms = []
     for ranks in RANK_ROWS:
         rows = [row for rows in ranks for row in rows] if alone else ranks[world.rank]
@@ -387,7 +384,7 @@ def run_rank(folder: Path, stage: int, world: World, *, alone: bool) -> dict[str
     saved = folder / f"two-ranks-{stage}"
     if not alone:
         actor.save(saved)
-        other = make_actor(folder / "policy", world, stage)
+        other = make_actor(tiny / "policy", world, stage)
         other.load(saved)
         found = served(other)
         weights |= {f"r.{key}": t for key, t in found.items()}
@@ -396,35 +393,17 @@ def run_rank(folder: Path, stage: int, world: World, *, alone: bool) -> dict[str
 
 def main() -> None:
     """Run as one of two ranks, and leave the results in the folder."""
-    folder = Path(sys.argv[1])
+    folder, tiny = map(Path, sys.argv[1:])
     torch.set_num_threads(1)
     world = join_world(timeout_s=60)
-    torch.save([run_rank(folder, stage, world, alone=False) for stage in (2, 3)], folder / f"rank{world.rank}.pt")
+    results = [run_rank(folder, tiny, stage, world, alone=False) for stage in (2, 3)]
+    torch.save(results, folder / f"rank{world.rank}.pt")
 
 
-def test_two_ranks_are_one(tiny, tmp_path, world):
-    for name in ("policy", "reward"):
-        (tmp_path / name).symlink_to(tiny / name)
-    common = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-    }
-    ranks = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    processes = [subprocess.Popen([sys.executable, __file__, str(tmp_path)], env=env) for env in ranks]
-    try:
-        assert [process.wait(timeout=180) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    results = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+def test_two_ranks_are_one(tiny, tmp_path, world, on_two_ranks):
+    results = on_two_ranks(__file__)
     for i, stage in enumerate((2, 3)):
-        expected = run_rank(tiny, stage, world, alone=True)
+        expected = run_rank(tmp_path, tiny, stage, world, alone=True)
         for result in (results[0][i], results[1][i]):
             assert result["norms"] == pytest.approx(expected["norms"], rel=1e-5)
             assert torch.equal(result["reference"], results[0][i]["reference"])
