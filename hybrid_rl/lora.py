@@ -17,13 +17,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from hybrid_rl.config import LoraConfig, check
+from hybrid_rl.config import ConfigError, LoraConfig, check
 
 _ADAPTER = "default"  # peft's own name for the only adapter of a model
 
 
 def linear_names(model: PreTrainedModel, heads: Sequence[nn.Module]) -> list[str]:
-    """Return the last parts of the names of all linear layers that are no head, such as q_proj, sorted."""
+    """Return the last parts of the names of all linear layers that are no head, such as q_proj, sorted.
+
+    The experts of a mixture are none of them: transformers keeps each projection of all experts in one tensor.
+    """
     layers = [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m not in heads]
     return sorted({name.rsplit(".", 1)[-1] for name in layers})
 
@@ -51,10 +54,11 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, heads: Sequence[
     Args:
         heads: modules that get no adapter.
     Raises:
-        ConfigError: see check_targets.
+        ConfigError: see check_targets; a target's weight is read by other code than its layer.
     """
     import peft
 
+    names = linear_names(model, heads)
     targets = check_targets(model, config, heads=heads)
     is_transposed = any(isinstance(m, Conv1D) for name, m in model.named_modules() if name.split(".")[-1] in targets)
     settings = peft.LoraConfig(
@@ -64,7 +68,10 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, heads: Sequence[
         fan_in_fan_out=is_transposed,
         task_type="CAUSAL_LM",
     )
-    peft.inject_adapter_in_model(settings, model)
+    try:
+        peft.inject_adapter_in_model(settings, model)
+    except ValueError as error:  # layers whose weights the model reads past their forward, as Mamba's out_proj
+        raise ConfigError(f"models.lora.target_modules, of {', '.join(names)}: {error}") from error
 
 
 def has_adapters(model: nn.Module) -> bool:

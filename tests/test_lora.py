@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, FalconH1Config, GPT2Config
 
 from hybrid_rl import checkpoint
 from hybrid_rl.batch import Packed, Prompt, Rollout, make_train_batch, pack
@@ -357,6 +357,20 @@ def test_unknown_targets_are_refused(tiny, unknown):
     expected = rf"target_modules names {unknown}: LlamaForCausalLM .* it has down_proj, gate_proj, .*, v_proj$"
     with pytest.raises(ConfigError, match=expected):
         load_actor(str(tiny / "policy"), ModelsConfig(), CPU, lora=lora)
+
+
+def test_layers_that_are_read_past_their_forward_are_refused(tmp_path):
+    """Mamba's kernels take the weight of out_proj itself, and would leave its adapter out."""
+    ids = {"vocab_size": 40, "eos_token_id": 0, "bos_token_id": 1, "pad_token_id": 0}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    mamba = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 4}
+    config = FalconH1Config(**ids, **sizes, **mamba, intermediate_size=48, max_position_embeddings=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"models.lora.target_modules, of down_proj, .*: .*'out_proj' is incompatible"
+    ):
+        load_actor(str(tmp_path), ModelsConfig(), CPU, lora=LORA)
+    load_actor(str(tmp_path), ModelsConfig(), CPU, lora=LoraConfig(rank=2, target_modules=["q_proj", "v_proj"]))
 
 
 def test_names_without_adapters_are_the_models_own(tiny):
