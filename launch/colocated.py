@@ -4,6 +4,7 @@ python launch/colocated.py                                    the embedded demo
 python launch/colocated.py --config my.yaml                   your run
 python launch/colocated.py --config my.yaml --update.actor.lr 1e-6
 python launch/colocated.py --help                             every setting
+python launch/colocated.py --from-openrlhf "$(cat train.sh)" > my.yaml
 """
 
 import logging
@@ -11,9 +12,11 @@ import os
 import signal
 import sys
 import traceback
+from argparse import REMAINDER, SUPPRESS, Action, Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]  # so that a checkout runs without being installed
@@ -35,6 +38,23 @@ class SettingsParser(ArgumentParser):
         sys.exit(2)
 
 
+class Translate(Action):
+    """Prints the settings that a command line of another system means, and ends."""
+
+    def __call__(
+        self, parser: Any, namespace: Namespace, values: str | Sequence[Any] | None, option_string: str | None = None
+    ) -> NoReturn:
+        """Read the rest of the command line, quoted as one argument or not; what cannot be read ends with code 2."""
+        from launch.translate.command import translate
+        from launch.translate.systems import SYSTEMS
+
+        try:
+            print(translate(SYSTEMS[self.option_strings[0]], list(values or ())), end="")
+        except ConfigError as error:
+            parser.error(str(error))
+        sys.exit(0)
+
+
 def parse(arguments: list[str] | None = None) -> tuple[Config, int | None]:
     """Return the settings and the number of processes asked for; without --config, the demo's settings are the base.
 
@@ -45,6 +65,9 @@ def parse(arguments: list[str] | None = None) -> tuple[Config, int | None]:
     parser = SettingsParser(prog="colocated.py", description=__doc__)
     parser.add_argument("--config", action="config", help="YAML file with any of the settings below.")
     parser.add_argument("--num_processes", type=int | None, default=None, help="Ranks; null takes one per visible GPU.")
+    for option, program in {"openrlhf": "OpenRLHF's train_ppo_ray", "coati": "ColossalChat's train_ppo.py"}.items():
+        says = f"Print the settings that a command line of {program} means, with all that differs, and end."
+        parser.add_argument(f"--from-{option}", action=Translate, nargs=REMAINDER, default=SUPPRESS, help=says)
     parser.add_class_arguments(Config)
     arguments = sys.argv[1:] if arguments is None else arguments
     if not any(a == "--config" or a.startswith("--config=") for a in arguments):

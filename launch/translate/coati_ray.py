@@ -1,0 +1,152 @@
+"""ColossalChat's `examples/community/ray/train_prompts_on_ray.py`, read at commit 4f9953be (April 2026).
+
+At that commit it cannot run, as modules that it imports are gone; what it means is still plain.
+"""
+
+from pathlib import PurePath
+
+from launch.translate.command import Command, Program, fixed, maps, moot
+
+PROMPT_TOKENS, SEQUENCE_TOKENS = 96, 128
+ONE_POOL = "roles have no GPUs of their own here; every GPU holds a share of every model"
+
+
+def _num_actors(c: Command) -> int:
+    return c["num_actor_nodes"] * c["num_gpus_per_node"]
+
+
+def _num_steps(c: Command) -> int:
+    return max(1, c["num_episodes"] * c["max_timesteps"] // c["update_timesteps"])
+
+
+ARGUMENTS = (
+    maps(
+        "prompt_csv_url",
+        str,
+        "",
+        "prompts.path",
+        note="theirs may be a URL and each rank draws from it at random; here it is a file, and an epoch has each once",
+    ),
+    fixed("columns", "", "prompts.answer_column"),
+    fixed(
+        "lengths",
+        "theirs cuts prompts to 96 tokens and sequences to 128, prompt included; here a longer prompt is dropped and "
+        "every response may have 32 tokens",
+        "prompts.max_prompt_tokens",
+        "prompts.overlong",
+        "rollout.max_response_tokens",
+    ),
+    maps(
+        "strategy",
+        str,
+        "ddp",
+        "update.zero_stage",
+        "memory.swap",
+        choices={"ddp": 0, "colossalai_gemini": 3, "colossalai_zero2": 2},
+    ),
+    moot("model", str, "the architecture is read from the model's folder"),
+    maps(
+        "pretrain",
+        str,
+        "gpt2",
+        "models.actor",
+        "models.reward",
+        note="theirs takes this model for the reward too, with an untrained head; set models.reward to a trained one",
+        when=lambda c: True,
+    ),
+    maps("save_path", str, "actor_checkpoint_prompts.pt", "run.dir", "run.name"),
+    maps(
+        "need_optim_ckpt",
+        str,
+        "",
+        "checkpoint.every_steps",
+        note="theirs takes any text for true, 'False' too",
+    ),
+    maps("num_episodes", int, 10, "run.num_steps"),
+    maps("max_timesteps", int, 10, "run.num_steps"),
+    maps(
+        "update_timesteps",
+        int,
+        10,
+        "run.num_steps",
+        "rollout.rollout_batch_size",
+        note="a batch of ours is what theirs collects between two updates, all of it with the same weights",
+        when=lambda c: True,
+    ),
+    maps(
+        "experience_batch_size",
+        int,
+        8,
+        "rollout.rollout_batch_size",
+        "update.mini_batch_size",
+        "update.micro_batch_tokens",
+        note="counted per actor rank in theirs, over all ranks here",
+        when=lambda c: True,
+    ),
+    moot("train_batch_size", int, "theirs never reads it"),
+    maps(
+        "num_actor_nodes",
+        int,
+        1,
+        "rollout.rollout_batch_size",
+        "update.mini_batch_size",
+        note=f"{ONE_POOL}, and the number of actor ranks only sizes the batches",
+    ),
+    moot("num_critic_nodes", int, ONE_POOL),
+    moot("num_initial_nodes", int, ONE_POOL),
+    moot("num_reward_nodes", int, ONE_POOL),
+    maps("num_gpus_per_node", int, 1, "rollout.rollout_batch_size", "update.mini_batch_size"),
+    fixed("optimizer", "", "update.actor.lr", "update.critic.lr", "update.actor.betas", "update.critic.betas"),
+    fixed("KL", "", "advantage.kl_coef"),
+    fixed(
+        "advantages",
+        "theirs is the reward minus the value, with no GAE and no whitening; lambda 1 is the nearest, where the KL of "
+        "later tokens counts too",
+        "advantage.gae_lambda",
+        "advantage.whiten",
+    ),
+    fixed(
+        "score",
+        "theirs cuts the score to [-5, 5] and adds it at every token; here the last token alone gets it",
+        "reward.clip",
+    ),
+    fixed(
+        "sampling",
+        "theirs samples from the 50 likeliest tokens but takes log-probs over all; here both are over all tokens",
+    ),
+    fixed("loss", "theirs bounds the ratio by 10 before it clips", "update.aggregation", "update.value_clip"),
+)
+
+RULES = {
+    "run.num_steps": _num_steps,
+    "run.dir": lambda c: str(PurePath(c["save_path"]).parent),
+    "run.name": lambda c: PurePath(c["save_path"]).name,
+    "models.actor": lambda c: c["pretrain"],
+    "models.reward": lambda c: c["pretrain"],
+    "prompts.answer_column": lambda c: None,
+    "prompts.max_prompt_tokens": lambda c: PROMPT_TOKENS,
+    "prompts.overlong": lambda c: "drop",
+    "rollout.max_response_tokens": lambda c: SEQUENCE_TOKENS - PROMPT_TOKENS,
+    "rollout.rollout_batch_size": lambda c: c["experience_batch_size"] * c["update_timesteps"] * _num_actors(c),
+    "reward.clip": lambda c: 5.0,
+    "advantage.kl_coef": lambda c: 0.1,
+    "advantage.gae_lambda": lambda c: 1.0,
+    "advantage.whiten": lambda c: False,
+    "update.mini_batch_size": lambda c: c["experience_batch_size"] * _num_actors(c),
+    "update.micro_batch_tokens": lambda c: c["experience_batch_size"] * SEQUENCE_TOKENS,
+    "update.value_clip": lambda c: 0.4,
+    "update.aggregation": lambda c: "sequence_mean",
+    "update.actor.lr": lambda c: 5e-6,
+    "update.critic.lr": lambda c: 5e-6,
+    "update.actor.betas": lambda c: [0.9, 0.999],
+    "update.critic.betas": lambda c: [0.9, 0.999],
+    "memory.swap": lambda c: "deepspeed" if c["strategy"] != "ddp" else "off",
+    "checkpoint.every_steps": lambda c: _num_steps(c) if c["need_optim_ckpt"] else 0,
+}
+
+PROGRAM = Program(
+    title="ColossalChat's train_prompts_on_ray.py",
+    names=("train_prompts_on_ray.py",),
+    arguments=ARGUMENTS,
+    rules=RULES,
+)

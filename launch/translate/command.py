@@ -1,0 +1,365 @@
+"""Read a command line of another system and write the settings that mean the same here, with all that differs.
+
+A system is a table of its arguments. Each says which of our fields it feeds; a field that is more than a copy of one
+argument has a rule. Whatever cannot be carried over is said, and what the table does not know is an error.
+"""
+
+import dataclasses
+import difflib
+import re
+import shlex
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, Literal
+
+import yaml
+
+from hybrid_rl.config import Config, ConfigError, check
+from hybrid_rl.validate import validate
+
+OURS: Any = object()
+"""What a rule returns to leave a field at our default."""
+
+
+FOR_CRITICS = ("models.critic", "update.critic.", "advantage.gae_lambda", "update.value_clip")
+"""Fields that are not read, and not written, where the estimator trains no critic."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command line: the value of every argument of its program, given or default, by the first of its names."""
+
+    values: Mapping[str, Any]
+    given: Mapping[str, str]
+    """Those that stand in it, and how they are spelled there."""
+    num_processes: int | None
+    """Of torchrun or colossalai run; None where the command line does not say."""
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Argument:
+    """One argument of theirs, or one fact about their code that no argument changes."""
+
+    names: tuple[str, ...]
+    """Spellings without dashes, the newest first; older ones may belong to several arguments."""
+    effect: Literal["maps", "lost", "moot", "fixed"]
+    """Feeds a field; changes the run but has no counterpart; has no meaning here; is a fact and no argument."""
+    parse: Callable[[str], Any] = str
+    """bool is a flag without value."""
+    num_values: int | None = 1
+    """None takes one or more, up to the next argument."""
+    default: Any = None
+    fields: tuple[str, ...] = ()
+    """Ours, dotted."""
+    choices: Mapping[Any, Any] | None = None
+    """Their value to ours; a value that is not in it is refused."""
+    note: str = ""
+    """What differs, in one sentence."""
+    when: Callable[[Command], bool] | None = None
+    """Whether the note applies; None is whenever the argument is given, and always for a fact."""
+
+
+def maps(
+    names: str,
+    parse: Callable[[str], Any],
+    default: Any,
+    *fields: str,
+    choices: Mapping[Any, Any] | None = None,
+    num_values: int | None = 1,
+    note: str = "",
+    when: Callable[[Command], bool] | None = None,
+) -> Argument:
+    """Return an argument that feeds fields of ours; names are separated by blanks."""
+    return Argument(
+        names=tuple(names.split()),
+        effect="maps",
+        parse=parse,
+        num_values=0 if parse is bool else num_values,
+        default=default,
+        fields=fields,
+        choices=choices,
+        note=note,
+        when=when,
+    )
+
+
+def lost(
+    names: str,
+    parse: Callable[[str], Any],
+    default: Any,
+    note: str,
+    *,
+    when: Callable[[Command], bool] | None = None,
+) -> Argument:
+    """Return an argument whose effect we cannot offer: its note appears unless it has their default."""
+    return Argument(
+        names=tuple(names.split()),
+        effect="lost",
+        parse=parse,
+        num_values=0 if parse is bool else 1,
+        default=default,
+        note=note,
+        when=when or (lambda command: command[names.split()[0]] != default),
+    )
+
+
+def moot(names: str, parse: Callable[[str], Any], note: str) -> Argument:
+    """Return an argument that has no meaning here, and why."""
+    num_values = 0 if parse is bool else 1
+    return Argument(names=tuple(names.split()), effect="moot", parse=parse, num_values=num_values, note=note)
+
+
+def fixed(name: str, note: str, *fields: str, when: Callable[[Command], bool] | None = None) -> Argument:
+    """Return a fact about their code; the values of its fields stand in the rules."""
+    return Argument(names=(f"({name})",), effect="fixed", fields=fields, note=note, when=when)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """One of their programs."""
+
+    title: str
+    names: tuple[str, ...]
+    """A module or the last part of a path; what follows it in a command line are its arguments."""
+    arguments: tuple[Argument, ...]
+    rules: Mapping[str, Callable[[Command], Any]]
+    """Our field to its value, for fields that are more than a copy of one argument."""
+
+    @property
+    def spellings(self) -> dict[str, list[Argument]]:
+        """Every spelling of an argument, with dashes."""
+        spellings: dict[str, list[Argument]] = {}
+        for argument in self.arguments:
+            for name in argument.names:
+                spellings.setdefault(f"--{name}", []).append(argument)
+        return spellings
+
+    @property
+    def fields(self) -> list[str]:
+        """Every field of ours that is fed."""
+        return list(dict.fromkeys(field for argument in self.arguments for field in argument.fields))
+
+
+def translate(programs: Sequence[Program], words: Sequence[str]) -> str:
+    """Return the settings, as YAML that `--config` reads, under comments that say what differs.
+
+    Args:
+        programs: of the system; the command line names one, or its arguments fit one best.
+        words: the command line, as one quoted text with line ends as in a script, or word by word.
+    Raises:
+        ConfigError: names all arguments that are unknown or cannot be read.
+    """
+    lines = split_lines(words[0]) if len(words) == 1 else [list(words)]
+    program, arguments, num_processes = _find_program(programs, lines)
+    command = read_arguments(program, arguments, num_processes)
+    settings = settings_of(program, command)
+    return _comments(program, command, settings) + yaml.safe_dump(_nested(settings), sort_keys=False)
+
+
+def split_lines(text: str) -> list[list[str]]:
+    """Return the words of each command of a script, as a shell sees them: without comment lines, \\ joins lines.
+
+    A line that starts with a dash goes on with the command before it, whether that ends in a backslash or not.
+    """
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\n\s*(?=-)", " ", "\n".join(lines).replace("\\\n", " "))
+    try:
+        return [shlex.split(line) for line in joined.splitlines() if line.strip()]
+    except ValueError as error:
+        raise ConfigError(f"the command line cannot be split into words: {error}") from error
+
+
+def read_arguments(program: Program, words: Sequence[str], num_processes: int | None = None) -> Command:
+    """Return what the arguments of a program say.
+
+    Raises:
+        ConfigError: names all that are unknown, or the first whose value cannot be read.
+    """
+    spellings = program.spellings
+    values = {argument.names[0]: argument.default for argument in program.arguments}
+    given: dict[str, str] = {}
+    unknown = []
+    position = 0
+    while position < len(words):
+        name, equals, attached = words[position].partition("=")
+        following = [attached] if equals else _values_after(words, position)
+        position += 1
+        if name not in spellings:
+            unknown.append(name if name.startswith("-") else words[position - 1])
+            position += 0 if equals else len(following)
+            continue
+        for argument in spellings[name]:
+            count = len(following) if argument.num_values is None else argument.num_values
+            values[argument.names[0]] = _value(argument, name, following if equals else following[:count])
+            given[argument.names[0]] = name
+        position += 0 if equals else count
+    check(not unknown, f"{program.title} has no {', '.join(_with_suggestion(name, spellings) for name in unknown)}")
+    return Command(values=values, given=given, num_processes=num_processes)
+
+
+def settings_of(program: Program, command: Command) -> dict[str, Any]:
+    """Return every field of ours, dotted, whose value is not our default."""
+    settings = {}
+    for field in program.fields:
+        if field in program.rules:
+            value = program.rules[field](command)
+        else:
+            source = next(argument for argument in program.arguments if field in argument.fields)
+            value = command[source.names[0]]
+            value = source.choices[value] if source.choices else value
+        if value is not OURS and value != _plain(default_of(field)):
+            settings[field] = value
+    if configured(settings).has_critic:
+        return settings
+    return {field: value for field, value in settings.items() if not field.startswith(FOR_CRITICS)}
+
+
+def default_of(field: str) -> Any:
+    """Return our default of a dotted field; AttributeError where there is none."""
+    value: Any = Config()
+    for name in field.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def configured(settings: Mapping[str, Any]) -> Config:
+    """Return the config with some dotted fields set; nothing is checked."""
+    config = Config()
+    for field, value in settings.items():
+        config = _replaced(config, field.split("."), value)
+    return config
+
+
+def _find_program(programs: Sequence[Program], lines: Sequence[list[str]]) -> tuple[Program, Sequence[str], int | None]:
+    """Return the program, its arguments up to a pipe or redirection, and the number of processes started."""
+    for line in lines:
+        for position, word in enumerate(line):
+            for program in programs:
+                if word in program.names or PurePath(word).name in program.names:
+                    return program, _up_to_operator(line[position + 1 :]), _num_processes(line[:position])
+    words = [word for line in lines for word in line]
+    names = " or ".join(program.names[0] for program in programs)
+    check(bool(words) and words[0].startswith("-"), f"expected a command line of {names}, or its arguments alone")
+    options = [word.partition("=")[0] for word in words if word.startswith("--")]
+    best = min(programs, key=lambda program: sum(option not in program.spellings for option in options))
+    return best, words, None
+
+
+def _up_to_operator(words: list[str]) -> list[str]:
+    end = next((i for i, word in enumerate(words) if re.fullmatch(r"[|&;]+|\d*>.*|&>.*", word)), len(words))
+    return words[:end]
+
+
+def _num_processes(launcher: Sequence[str]) -> int | None:
+    text = " ".join(launcher)
+    per_node = re.search(r"--nproc[_-]per[_-]node[= ](\d+)", text)
+    nodes = re.search(r"--(?:nnodes|num[_-]nodes)[= ](\d+)", text)
+    return int(per_node[1]) * (int(nodes[1]) if nodes else 1) if per_node else None
+
+
+def _values_after(words: Sequence[str], position: int) -> list[str]:
+    """Return the words up to the next argument; a negative number is none."""
+    values = []
+    for word in words[position + 1 :]:
+        if re.match(r"--?[A-Za-z_]", word):
+            break
+        values.append(word)
+    return values
+
+
+def _value(argument: Argument, name: str, words: Sequence[str]) -> Any:
+    count = argument.num_values
+    wanted = {0: "no value", None: "one value or more"}.get(count, f"{count} values" if count != 1 else "one value")
+    check(len(words) == count if count is not None else bool(words), f"{name} takes {wanted}, got {len(words)}")
+    if count == 0:
+        return True
+    try:
+        values = [argument.parse(word) for word in words]
+    except ValueError:
+        kind = "a whole number" if argument.parse is int else "a number"
+        raise ConfigError(f"{name} {' '.join(words)}: must be {kind}") from None
+    value = values[0] if count == 1 else values
+    known = argument.choices
+    check(known is None or value in known, f"{name} {value}: has no counterpart here, only {_listed(known)}")
+    return value
+
+
+def _listed(choices: Mapping[Any, Any] | None) -> str:
+    return ", ".join(str(choice) for choice in choices or ())
+
+
+def _with_suggestion(name: str, spellings: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(name, spellings, n=1, cutoff=0.75)
+    return f"{name} (did you mean {close[0]}?)" if close else name
+
+
+def _replaced(config: Any, path: list[str], value: Any) -> Any:
+    if len(path) > 1:
+        value = _replaced(getattr(config, path[0]), path[1:], value)
+    return dataclasses.replace(config, **{path[0]: value})
+
+
+def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for field in sorted(settings, key=_place):
+        *sections, name = field.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = settings[field]
+    return tree
+
+
+def _place(field: str) -> list[int]:
+    """Return where a field stands among ours, so that the YAML has the order of `--help`."""
+    place, section = [], Config()
+    for name in field.split("."):
+        place.append([f.name for f in dataclasses.fields(section)].index(name))
+        section = getattr(section, name)
+    return place
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _comments(program: Program, command: Command, settings: Mapping[str, Any]) -> str:
+    paragraphs = [f"Settings that mean what a command line of {program.title} means."]
+    try:
+        validate(configured(settings))
+    except ConfigError as error:
+        paragraphs += ["", "NOT COMPLETE, it will not start like this:", f"- {error}"]
+    variables = [f"{command.given[name]} {command[name]}" for name in command.given if "$" in str(command[name])]
+    if variables:
+        paragraphs += ["", "Shell variables, to be replaced:", *(f"- {text}" for text in variables)]
+    for title, effects in {
+        "Differs here:": ("maps", "fixed"),
+        "Not carried over, and it changes the run:": ("lost",),
+        "Has no meaning here:": ("moot",),
+    }.items():
+        notes = _notes(program, command, effects)
+        paragraphs += ["", title, *notes] if notes else []
+    wrapped = [line for text in paragraphs for line in textwrap.wrap(text, 116, subsequent_indent="  ") or [""]]
+    return "".join(f"# {line}".rstrip() + "\n" for line in wrapped) + "\n"
+
+
+def _notes(program: Program, command: Command, effects: tuple[str, ...]) -> list[str]:
+    """Return the notes that apply, arguments that share one together."""
+    names: dict[str, list[str]] = {}
+    for argument in program.arguments:
+        if argument.note and argument.effect in effects and _applies(argument, command):
+            first = argument.names[0]
+            name = first if argument.effect == "fixed" else command.given.get(first, f"--{first}")
+            names.setdefault(argument.note, []).append(name)
+    return [f"- {', '.join(dict.fromkeys(spellings))}: {note}" for note, spellings in names.items()]
+
+
+def _applies(argument: Argument, command: Command) -> bool:
+    if argument.when is not None:
+        return argument.when(command)
+    return argument.effect == "fixed" or argument.names[0] in command.given

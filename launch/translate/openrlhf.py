@@ -1,0 +1,227 @@
+"""OpenRLHF's `openrlhf.cli.train_ppo_ray`: dotted arguments of 2026, and the flat ones before.
+
+Read at commit 3c3be623 (August 2026); flat spellings, and arguments that are gone, at c1ba971c (April 2026), 066228f9
+(October 2025) and bfa85f6f (February 2025). Where a default changed, the newest counts.
+"""
+
+from launch.translate.command import Program, fixed, lost, maps, moot
+from launch.translate.openrlhf_rules import RULES, estimator, has_kl, is_old
+from launch.translate.openrlhf_run import DATA, MODELS, OUTPUT, PLACEMENT, SAMPLING
+
+GROUP = ("rloo", "group_norm", "dr_grpo", "reinforce_baseline")
+SCHEDULES = {
+    "cosine_with_min_lr": "cosine",
+    "cosine_warmup_with_min_lr": "cosine",
+    "cosine": "cosine",
+    "linear": "linear",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
+TOKENS = "forwards are packed up to update.micro_batch_tokens, and the result does not depend on it"
+MUON = "AdamW is the only optimizer"
+
+REWARD = (
+    maps(
+        "reward.normalize_enable normalize_reward",
+        bool,
+        False,
+        "reward.normalize",
+        note="theirs uses the mean and std in the reward model's config.json, and leaves remote rewards alone; here "
+        "both are running statistics of the rewards seen",
+    ),
+    maps(
+        "reward.clip_range reward_clip_range",
+        float,
+        [-10.0, 10.0],
+        "reward.clip",
+        num_values=2,
+        note="the bounds are symmetric here, so the wider one counts",
+        when=lambda c: c["reward.clip_range"][0] != -c["reward.clip_range"][1],
+    ),
+    fixed(
+        "reward clip",
+        "theirs clips after the group's baseline is subtracted, here before it",
+        when=lambda c: estimator(c) in GROUP,
+    ),
+    maps("reward.overlong_buffer_len overlong_buffer_len", float, None, "reward.overlong_buffer"),
+    maps("reward.overlong_penalty_factor overlong_penalty_factor", float, 1.0, "reward.overlong_penalty"),
+    lost(
+        "reward.stop_properly_penalty_coef stop_properly_penalty_coef",
+        float,
+        None,
+        "theirs scales or replaces the reward of a truncated response; reward.truncation_penalty subtracts a constant",
+    ),
+)
+
+ADVANTAGE = (
+    maps(
+        "algo.advantage.estimator advantage_estimator",
+        str,
+        "gae",
+        "advantage.estimator",
+        choices={
+            "gae": "gae",
+            "reinforce": "reinforce_pp",
+            "rloo": "rloo",
+            "reinforce_baseline": "reinforce_pp_baseline",
+            "group_norm": "grpo",
+            "dr_grpo": "dr_grpo",
+        },
+    ),
+    fixed(
+        "group std",
+        "theirs adds 1e-9 to the group's standard deviation, here it is 1e-6",
+        when=lambda c: estimator(c) == "group_norm",
+    ),
+    fixed(
+        "dr_grpo loss",
+        "theirs leaves out the std but keeps the token mean, as here; Dr. GRPO's constant loss normaliser is "
+        "update.aggregation = sequence_sum_constant",
+        when=lambda c: estimator(c) == "dr_grpo",
+    ),
+    fixed(
+        "group KL",
+        "theirs subtracts from a token's advantage the KL still to come, here the token's own",
+        when=lambda c: estimator(c) in GROUP and has_kl(c) and not c["algo.kl.use_loss"],
+    ),
+    maps("algo.advantage.gamma gamma", float, 1.0, "advantage.gamma"),
+    maps(
+        "algo.advantage.lambd lambd",
+        float,
+        1.0,
+        "advantage.gae_lambda",
+        note="the default was 0.95 until early 2025",
+        when=lambda c: is_old(c, "algo.advantage.lambd"),
+    ),
+    maps(
+        "algo.advantage.no_std_norm no_advantage_std_norm",
+        bool,
+        False,
+        "advantage.whiten",
+        choices={False: True, True: False},
+        note="theirs still subtracts the mean, here advantages stay as they are",
+    ),
+    maps("algo.kl.init_coef init_kl_coef", float, 0.01, "advantage.kl_coef"),
+    fixed(
+        "KL bound",
+        "theirs cuts every KL estimate to [-10, 10]; here k3's exponent alone is bounded, by 20",
+        when=has_kl,
+    ),
+    maps("algo.kl.target kl_target", float, None, "advantage.kl_target"),
+    maps("algo.kl.horizon kl_horizon", int, 10_000, "advantage.kl_horizon"),
+    maps("algo.kl.use_loss use_kl_loss", bool, False, "advantage.kl_in", choices={False: "reward", True: "loss"}),
+    maps(
+        "algo.kl.estimator kl_estimator",
+        str,
+        "k1",
+        "advantage.kl_estimator",
+        choices={k: k for k in ("k1", "k2", "k3")},
+    ),
+    maps("use_kl_estimator_k3", bool, False, "advantage.kl_estimator"),
+)
+
+UPDATE = (
+    maps("train.batch_size train_batch_size", int, 128, "update.mini_batch_size"),
+    maps("train.max_epochs max_epochs", int, 1, "update.num_epochs"),
+    maps(
+        "train.micro_batch_size micro_train_batch_size",
+        int,
+        1,
+        "update.micro_batch_tokens",
+        note=f"counted in tokens here, this many sequences of full length; {TOKENS}",
+        when=lambda c: "train.micro_batch_size" in c.given and not c["train.dynamic_batch_enable"],
+    ),
+    maps("train.dynamic_batch_enable use_dynamic_batch", bool, False, "update.micro_batch_tokens"),
+    maps("train.max_tokens_per_gpu train_max_tokens_per_gpu", int, 16192, "update.micro_batch_tokens"),
+    moot("ds.packing_samples packing_samples", bool, "sequences are packed, always"),
+    maps(
+        "actor.policy_loss_type policy_loss_type",
+        str,
+        "ppo",
+        "update.policy_loss",
+        "update.aggregation",
+        choices={"ppo": "clip", "gspo": "gspo"},
+        note="the mean over sequences is the policy loss's alone in theirs; here value loss and KL follow it, and a "
+        "token's gradient flows through its own log-prob",
+        when=lambda c: c["actor.policy_loss_type"] == "gspo",
+    ),
+    maps("actor.eps_clip eps_clip", float, 0.2, "update.clip_low", "update.clip_high"),
+    maps("actor.eps_clip_low_high eps_clip_low_high", float, None, "update.clip_low", "update.clip_high", num_values=2),
+    maps("actor.dual_clip dual_clip", float, None, "update.dual_clip"),
+    maps(
+        "critic.value_clip value_clip",
+        float,
+        0.5,
+        "update.value_clip",
+        note="the default was 0.2 until May 2025",
+        when=lambda c: is_old(c, "critic.value_clip"),
+    ),
+    maps("actor.entropy_coef entropy_loss_coef", float, None, "update.entropy_coef"),
+    maps("critic.freezing_steps freezing_actor_steps", int, -1, "update.critic_warmup_steps"),
+    maps(
+        "algo.advantage.is_correction_enable enable_vllm_is_correction",
+        bool,
+        False,
+        "update.correction",
+        note="theirs then takes gspo's ratio against the engine's log-probs; here gspo's loss is weighted like clip's",
+        when=lambda c: c["algo.advantage.is_correction_enable"] and c["actor.policy_loss_type"] == "gspo",
+    ),
+    maps("algo.advantage.is_correction_type vllm_is_correction_type", str, "tis", "update.correction"),
+    maps(
+        "algo.advantage.is_correction_threshold vllm_is_truncated_threshold",
+        float,
+        [0.5, 5.0],
+        "update.correction_low",
+        "update.correction_high",
+        num_values=None,
+    ),
+    maps("ds.zero_stage zero_stage", int, 2, "update.zero_stage", "memory.swap", choices={n: n for n in range(4)}),
+    maps("ds.adam_offload adam_offload", bool, False, "update.actor.kind", "update.critic.kind"),
+)
+
+OPTIMIZERS = tuple(
+    argument
+    for role, lr in (("actor", 1e-6), ("critic", 9e-6))
+    for argument in (
+        lost(f"{role}.optim", str, "adam", MUON),
+        moot(f"{role}.muon.lr", float, MUON),
+        moot(f"{role}.muon.momentum", float, MUON),
+        moot(f"{role}.muon.ns_steps", int, MUON),
+        moot(f"{role}.muon.nesterov", bool, MUON),
+        moot(f"{role}.muon.no_nesterov", bool, MUON),
+        maps(f"{role}.adam.lr {role}_learning_rate", float, lr, f"update.{role}.lr"),
+        maps(f"{role}.adam.betas adam_betas", float, [0.9, 0.95], f"update.{role}.betas", num_values=2),
+        maps(f"{role}.adam.eps", float, 1e-8, f"update.{role}.eps"),
+        maps(f"{role}.adam.weight_decay l2", float, 0.0, f"update.{role}.weight_decay"),
+        maps(
+            f"{role}.lr_scheduler lr_scheduler",
+            str,
+            "cosine_with_min_lr",
+            f"update.{role}.schedule",
+            f"update.{role}.min_lr_ratio",
+            choices=SCHEDULES,
+        ),
+        maps(f"{role}.lr_warmup_ratio lr_warmup_ratio", float, 0.03, f"update.{role}.warmup_steps"),
+        maps(f"{role}.min_lr_ratio", float, 0.1, f"update.{role}.min_lr_ratio"),
+        maps(f"{role}.max_norm max_norm", float, 1.0, f"update.{role}.max_grad_norm"),
+    )
+)
+
+DEEPSPEED = (
+    moot("ds.deepcompile deepcompile", bool, "training is not compiled as a whole"),
+    moot("ds.zpg zpg", int, "ZeRO++ splits across nodes; this is one"),
+    moot("ds.use_liger_kernel use_liger_kernel", bool, "log-probs never hold all logits, by kernels of our own"),
+    moot("ds.grad_accum_dtype grad_accum_dtype", str, "gradients are summed in float32 over an optimizer step"),
+    moot("ds.overlap_comm overlap_comm", bool, "DeepSpeed's default stands"),
+    moot("disable_trace_cache", bool, "DeepSpeed's default stands"),
+    lost("ds.tensor_parallel_size ds_tensor_parallel_size", int, 1, "ranks are data parallel; use ds.zero_stage 3"),
+    lost("ds.ring_attn_size ring_attn_size", int, 1, "a sequence lies on one GPU"),
+    moot("ds.ring_attn_head_stride ring_head_stride", int, "a sequence lies on one GPU"),
+)
+
+PROGRAM = Program(
+    title="OpenRLHF's train_ppo_ray",
+    names=("openrlhf.cli.train_ppo_ray", "train_ppo_ray.py"),
+    arguments=PLACEMENT + MODELS + DATA + SAMPLING + OUTPUT + REWARD + ADVANTAGE + UPDATE + OPTIMIZERS + DEEPSPEED,
+    rules=RULES,
+)

@@ -1,0 +1,160 @@
+"""What OpenRLHF's arguments add up to: the fields of ours that no single argument gives."""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from typing import Any
+
+from hybrid_rl.config import RunConfig
+from launch.translate.command import OURS, Command
+
+
+def _response_tokens(c: Command) -> int:
+    if "generate_max_len" in c.given or "prompt_max_len" in c.given:
+        return c["generate_max_len"]
+    return c["rollout.max_new_tokens"] or c["data.max_len"] - c["data.max_len"] // 2
+
+
+def _prompt_tokens(c: Command) -> int:
+    if "generate_max_len" in c.given or "prompt_max_len" in c.given:
+        return c["prompt_max_len"]
+    return max(1, c["data.max_len"] - _response_tokens(c))
+
+
+def _micro_batch_tokens(c: Command) -> int:
+    longest = _prompt_tokens(c) + _response_tokens(c)
+    if c["train.dynamic_batch_enable"]:
+        return max(longest, c["train.max_tokens_per_gpu"])
+    return longest * c["train.micro_batch_size"]
+
+
+def _num_steps(c: Command) -> Any:
+    if "data.max_samples" not in c.given:
+        return OURS
+    return c["train.num_episodes"] * math.ceil(c["data.max_samples"] / c["rollout.batch_size"])
+
+
+def _warmup_steps(c: Command, role: str) -> int:
+    num_steps = RunConfig().num_steps if _num_steps(c) is OURS else _num_steps(c)
+    responses = c["rollout.batch_size"] * c["rollout.n_samples_per_prompt"]
+    updates = num_steps * responses * c["train.max_epochs"] // c["train.batch_size"]
+    is_constant = c[f"{role}.lr_scheduler"] == "constant"
+    return 0 if is_constant else math.ceil(c[f"{role}.lr_warmup_ratio"] * updates)
+
+
+def _min_lr_ratio(c: Command, role: str) -> float:
+    return c[f"{role}.min_lr_ratio"] if c[f"{role}.lr_scheduler"].endswith("with_min_lr") else 0.0
+
+
+def is_function(c: Command) -> bool:
+    """Return whether a Python file gives the reward."""
+    return (c["reward.remote_url"] or "").endswith(".py")
+
+
+def is_colocated(c: Command) -> bool:
+    """Return whether vLLM shares its GPUs with training."""
+    return c["train.colocate_all"]
+
+
+def is_old(c: Command, name: str) -> bool:
+    """Return whether a command in the flat spelling leaves an argument at a default that may not be today's."""
+    return name not in c.given and bool(c.given) and not any("." in spelling for spelling in c.given.values())
+
+
+def _swap(c: Command) -> str:
+    all_stay = is_colocated(c) and not (c["ds.enable_sleep"] or c["vllm.enable_sleep"])
+    return "off" if all_stay or c["ds.zero_stage"] == 0 else "deepspeed"
+
+
+def _reward_function(c: Command) -> str:
+    return f"{c['reward.remote_url']}:reward_func"
+
+
+def has_kl(c: Command) -> bool:
+    """Return whether there is a KL penalty."""
+    return c["algo.kl.init_coef"] != 0
+
+
+def estimator(c: Command) -> str:
+    """Return their name of the advantage estimator."""
+    return c["algo.advantage.estimator"]
+
+
+def _clip(c: Command, side: int) -> float:
+    return c["actor.eps_clip"] if c["actor.eps_clip_low_high"] is None else c["actor.eps_clip_low_high"][side]
+
+
+def _correction(c: Command) -> str:
+    kinds = {"tis": "tis", "icepop": "icepop", "seq-mask-tis": "sequence_mask"}
+    return kinds[c["algo.advantage.is_correction_type"]] if c["algo.advantage.is_correction_enable"] else "none"
+
+
+def _threshold(c: Command, side: int) -> Any:
+    bounds = c["algo.advantage.is_correction_threshold"]
+    if not c["algo.advantage.is_correction_enable"]:
+        return OURS
+    return ([0.0, *bounds] if len(bounds) == 1 else bounds)[side]
+
+
+def _eval(c: Command, value: Any) -> Any:
+    return OURS if c["eval.dataset"] is None else value
+
+
+def _ema_decay(c: Command) -> float | None:
+    return c["train.ema_beta"] if c["train.enable_ema"] else None
+
+
+def _lora(c: Command, value: Any) -> Any:
+    return value if c["ds.lora.rank"] else OURS
+
+
+RULES: Mapping[str, Callable[[Command], Any]] = {
+    "run.name": lambda c: PurePath(c["ckpt.output_dir"]).name,
+    "run.dir": lambda c: str(PurePath(c["ckpt.output_dir"]).parent),
+    "run.num_steps": _num_steps,
+    "run.eval_every_steps": lambda c: _eval(c, max(0, c["eval.steps"])),
+    "run.eval_samples": lambda c: _eval(c, c["eval.n_samples_per_prompt"]),
+    "run.eval_function": lambda c: _eval(c, _reward_function(c) if is_function(c) else OURS),
+    "models.reward": lambda c: (
+        None if c["reward.remote_url"] else (c["reward.model_name_or_path"] or "").split(",")[0] or None
+    ),
+    "models.critic": lambda c: c["critic.model_name_or_path"] if estimator(c) == "gae" else None,
+    "models.ema_decay": _ema_decay,
+    "models.lora.alpha": lambda c: _lora(c, c["ds.lora.alpha"]),
+    "models.lora.target_modules": lambda c: (
+        OURS if c["ds.lora.target_modules"] == ["all-linear"] else _lora(c, c["ds.lora.target_modules"])
+    ),
+    "prompts.max_prompt_tokens": _prompt_tokens,
+    "prompts.overlong": lambda c: "drop",
+    "rollout.max_response_tokens": _response_tokens,
+    "rollout.keep_scores": lambda c: c["algo.dynamic_filtering_range"] if c["algo.dynamic_filtering_enable"] else None,
+    "rollout.kv_cache_memory_bytes": lambda c: None,
+    "rollout.gpu_memory_utilization": lambda c: c["vllm.gpu_memory_utilization"] if is_colocated(c) else OURS,
+    "reward.functions": lambda c: [_reward_function(c)] if is_function(c) else [],
+    "reward.remote_urls": lambda c: (
+        c["reward.remote_url"].split(",") if c["reward.remote_url"] and not is_function(c) else []
+    ),
+    "reward.clip": lambda c: max(map(abs, c["reward.clip_range"])),
+    "reward.normalize": lambda c: c["reward.normalize_enable"] and not c["reward.remote_url"],
+    "reward.overlong_buffer": lambda c: int(c["reward.overlong_buffer_len"] or 0),
+    "advantage.kl_estimator": lambda c: "k3" if c["use_kl_estimator_k3"] else c["algo.kl.estimator"],
+    "update.micro_batch_tokens": _micro_batch_tokens,
+    "update.clip_low": lambda c: _clip(c, 0),
+    "update.clip_high": lambda c: _clip(c, 1),
+    "update.aggregation": lambda c: "sequence_mean" if c["actor.policy_loss_type"] == "gspo" else "token_mean",
+    "update.correction": _correction,
+    "update.correction_low": lambda c: _threshold(c, 0),
+    "update.correction_high": lambda c: _threshold(c, 1),
+    "update.entropy_coef": lambda c: c["actor.entropy_coef"] or 0.0,
+    "update.critic_warmup_steps": lambda c: max(0, c["critic.freezing_steps"]) if estimator(c) == "gae" else 0,
+    "update.actor.warmup_steps": lambda c: _warmup_steps(c, "actor"),
+    "update.actor.min_lr_ratio": lambda c: _min_lr_ratio(c, "actor"),
+    "update.critic.warmup_steps": lambda c: _warmup_steps(c, "critic"),
+    "update.critic.min_lr_ratio": lambda c: _min_lr_ratio(c, "critic"),
+    "update.actor.kind": lambda c: "cpu_adam" if c["ds.adam_offload"] else "adamw",
+    "update.critic.kind": lambda c: "cpu_adam" if c["ds.adam_offload"] else "adamw",
+    "memory.swap": _swap,
+    "checkpoint.every_steps": lambda c: 0 if c["ckpt.disable_ds"] else max(0, c["ckpt.save_steps"]),
+    "checkpoint.keep_best": lambda c: c["eval.dataset"] is not None and c["ckpt.best_metric_key"] != "none",
+}
+"""Our field to its value; every other field is the value of the one argument that feeds it."""

@@ -1,0 +1,228 @@
+"""OpenRLHF's arguments for where models, data and files are, and how responses are sampled."""
+
+from launch.translate.command import fixed, lost, maps, moot
+from launch.translate.openrlhf_rules import estimator, is_colocated, is_function
+
+ONE_POOL = "every GPU holds a share of every model, one process per visible GPU; CUDA_VISIBLE_DEVICES chooses them"
+ONE_ENGINE = "one engine per GPU, of tensor parallel size 1"
+TOKENS = "forwards are packed up to update.micro_batch_tokens, and the result does not depend on it"
+OFTEN = "metrics.jsonl has a row per step, always"
+NO_IMAGES = "models read text only"
+SYNCHRONOUS = "every step trains on responses of the current weights"
+
+PLACEMENT = (
+    moot("ref.num_nodes ref_num_nodes", int, ONE_POOL),
+    moot("ref.num_gpus_per_node ref_num_gpus_per_node", int, ONE_POOL),
+    moot("reward.num_nodes reward_num_nodes", int, ONE_POOL),
+    moot("reward.num_gpus_per_node reward_num_gpus_per_node", int, ONE_POOL),
+    moot("actor.num_nodes actor_num_nodes", int, ONE_POOL),
+    moot("actor.num_gpus_per_node actor_num_gpus_per_node", int, ONE_POOL),
+    moot("critic.num_nodes critic_num_nodes", int, ONE_POOL),
+    moot("critic.num_gpus_per_node critic_num_gpus_per_node", int, ONE_POOL),
+    moot("train.colocate_actor_ref colocate_actor_ref", bool, "all models are colocated, always"),
+    moot("train.colocate_critic_reward colocate_critic_reward", bool, "all models are colocated, always"),
+    maps("train.colocate_all colocate_all_models", bool, False, "memory.swap"),
+    moot("vllm.num_engines vllm_num_engines", int, ONE_ENGINE),
+    moot("vllm.tensor_parallel_size vllm_tensor_parallel_size", int, ONE_ENGINE),
+    moot("vllm.sync_backend vllm_sync_backend", str, "weights reach the engine through one shared buffer (CUDA IPC)"),
+    moot(
+        "vllm.sync_with_ray vllm_sync_with_ray", bool, "weights reach the engine through one shared buffer (CUDA IPC)"
+    ),
+    maps("vllm.enable_prefix_caching enable_prefix_caching", bool, False, "rollout.prefix_caching"),
+    maps("vllm.enforce_eager enforce_eager", bool, False, "rollout.enforce_eager"),
+    maps("vllm.enable_sleep vllm_enable_sleep", bool, False, "memory.swap"),
+    maps(
+        "vllm.gpu_memory_utilization vllm_gpu_memory_utilization",
+        float,
+        0.95,
+        "rollout.gpu_memory_utilization",
+        "rollout.kv_cache_memory_bytes",
+        note="theirs gives vLLM GPUs of its own; here it shares every GPU with training, so our default stands",
+        when=lambda c: not is_colocated(c),
+    ),
+    maps("ds.enable_sleep deepspeed_enable_sleep", bool, False, "memory.swap"),
+    moot("actor_init_on_gpu", bool, "loading chooses by itself"),
+    lost("train.async_enable async_train", bool, False, SYNCHRONOUS),
+    moot("train.async_queue_size async_queue_size", int, SYNCHRONOUS),
+    lost("train.partial_rollout_enable partial_rollout", bool, False, SYNCHRONOUS),
+    moot("rollout.vllm_generate_batch_size vllm_generate_batch_size", int, "the engine gets a step's prompts at once"),
+    moot("local_rank", int, "the launcher sets ranks"),
+    moot("perf", bool, "timeline.json and metrics.jsonl time every phase, always"),
+)
+
+MODELS = (
+    maps("actor.model_name_or_path pretrain", str, "", "models.actor"),
+    maps(
+        "reward.model_name_or_path reward_pretrain",
+        str,
+        None,
+        "models.reward",
+        note="theirs may be any backbone with an added head; here it is a sequence classifier of one label, and of "
+        "several separated by commas the first counts",
+        when=lambda c: c["reward.model_name_or_path"] is not None and not c["reward.remote_url"],
+    ),
+    maps(
+        "reward.remote_url remote_rm_url",
+        str,
+        None,
+        "models.reward",
+        "reward.functions",
+        "reward.remote_urls",
+        "run.eval_function",
+        note="their reward_func(queries, prompts, labels) scores a batch of whole texts; here the function is called "
+        "as f(prompt, response) -> float, so write an adapter that reads prompt.text and prompt.answer",
+        when=is_function,
+    ),
+    maps("critic.model_name_or_path critic_pretrain", str, None, "models.critic"),
+    fixed(
+        "value head",
+        "theirs starts at random, N(0, 1/(hidden+1)^2), where the critic comes from the actor; here it starts at 0",
+        when=lambda c: estimator(c) == "gae" and not c["critic.model_name_or_path"] and bool(c["reward.remote_url"]),
+    ),
+    moot("ds.value_head_prefix value_head_prefix", str, "the head of a sequence classifier is found by itself"),
+    moot("ref.offload ref_reward_offload", bool, "memory.swap moves frozen models out of every phase that has no use"),
+    moot("reward.offload ref_reward_offload", bool, "memory.swap moves frozen models out of every phase without use"),
+    maps("actor.gradient_checkpointing_enable gradient_checkpointing", bool, False, "models.gradient_checkpointing"),
+    moot(
+        "actor.gradient_checkpointing_reentrant gradient_checkpointing_use_reentrant",
+        bool,
+        "one kind gives all results",
+    ),
+    maps(
+        "ds.attn_implementation attn_implementation",
+        str,
+        "flash_attention_2",
+        "models.attention",
+        choices={"flash_attention_2": "auto", "sdpa": "sdpa", "eager": "eager"},
+    ),
+    moot("flash_attn", bool, "models.attention = auto takes flash-attn where it is installed"),
+    moot("bf16", bool, "models.dtype = auto is bfloat16 on a GPU"),
+    maps("ds.param_dtype param_dtype", str, "bf16", "models.dtype", choices={"bf16": "auto"}),
+    lost("ds.load_in_4bit load_in_4bit", bool, False, "weights are never quantised"),
+    maps("ds.lora.rank lora_rank", int, 0, "models.lora.rank"),
+    maps("ds.lora.alpha lora_alpha", int, 16, "models.lora.alpha"),
+    maps("ds.lora.target_modules target_modules", str, ["all-linear"], "models.lora.target_modules", num_values=None),
+    lost("ds.lora.dropout lora_dropout", float, 0, "adapters have no dropout"),
+    maps("train.enable_ema enable_ema", bool, False, "models.ema_decay"),
+    maps("train.ema_beta ema_beta", float, 0.992, "models.ema_decay"),
+    lost("ds.experts_implementation", str, None, "no mixture of experts"),
+    lost("actor.aux_loss_coef aux_loss_coef", float, 0, "no mixture of experts, so no balancing loss"),
+    lost("train.agent_func_path agent_func_path", str, None, "an episode is one prompt and one response"),
+    lost("data.max_images_per_prompt max_images_per_prompt", int, 0, NO_IMAGES),
+    moot("data.image_key image_key", str, NO_IMAGES),
+    moot("actor.freeze_visual_encoder freeze_visual_encoder", bool, NO_IMAGES),
+    moot("use_ms", bool, "models and data are folders and files; download them first"),
+)
+
+DATA = (
+    maps(
+        "data.prompt_dataset prompt_data",
+        str,
+        "",
+        "prompts.path",
+        note="here it is one JSONL, CSV or Parquet file or one dataset folder; download and join others first",
+    ),
+    lost("data.prompt_probs prompt_data_probs", str, None, "one data set; mix its rows beforehand"),
+    lost("data.prompt_split prompt_split", str, "train", "give the split's own file"),
+    maps("data.max_samples max_samples", int, 10**8, "run.num_steps"),
+    maps("train.num_episodes num_episodes", int, 1, "run.num_steps"),
+    fixed(
+        "run length",
+        "theirs is num_episodes passes over the data; run.num_steps counts steps, so set it to num_episodes x rows / "
+        "rollout_batch_size (max_samples counts as rows where given), and the warm-up with it",
+    ),
+    maps("data.input_key input_key", str, "input", "prompts.prompt_column"),
+    maps("data.label_key label_key", str, None, "prompts.answer_column"),
+    lost("data.input_template input_template", str, None, "write the template into the data's prompt column"),
+    maps("data.apply_chat_template apply_chat_template", bool, False, "prompts.chat"),
+    maps(
+        "data.max_len max_len",
+        int,
+        2048,
+        "prompts.max_prompt_tokens",
+        "rollout.max_response_tokens",
+        note="theirs lets a response fill what its prompt leaves of max_len; here each has a limit, half of it for "
+        "both: change the split as the data needs",
+        when=lambda c: (
+            c["rollout.max_new_tokens"] is None and not {"generate_max_len", "prompt_max_len"} & set(c.given)
+        ),
+    ),
+    maps(
+        "rollout.max_new_tokens max_new_tokens", int, None, "rollout.max_response_tokens", "prompts.max_prompt_tokens"
+    ),
+    maps("generate_max_len", int, 1024, "rollout.max_response_tokens"),
+    maps("prompt_max_len", int, 1024, "prompts.max_prompt_tokens"),
+    fixed("long prompts", "a prompt above prompts.max_prompt_tokens is dropped and counted", "prompts.overlong"),
+    lost("data.disable_fast_tokenizer disable_fast_tokenizer", bool, False, "the tokenizer is the one the model ships"),
+    moot("data.dataloader_num_workers dataloader_num_workers", int, "prompts are tokenised once, at the start"),
+    maps("eval.dataset eval_dataset", str, None, "prompts.eval_path", "checkpoint.keep_best", "run.eval_function"),
+    lost("eval.split eval_split", str, "train", "give the split's own file"),
+    maps("eval.steps eval_steps", int, -1, "run.eval_every_steps"),
+    maps(
+        "eval.n_samples_per_prompt eval_n_samples_per_prompt",
+        int,
+        4,
+        "run.eval_samples",
+        note="its samples are counted right where run.eval_function gives at least 1; theirs averages the reward",
+        when=lambda c: c["eval.dataset"] is not None,
+    ),
+    lost(
+        "eval.temperature eval_temperature",
+        float,
+        0.6,
+        "one sample is greedy, several are drawn at rollout.temperature",
+        when=lambda c: c["eval.dataset"] is not None,
+    ),
+    lost("pretrain_data", str, None, "its loss was theirs until early 2025; here ptx.path is one file of texts"),
+    moot("pretrain_data_probs", str, "there is one data set"),
+    moot("pretrain_split", str, "give the split's own file"),
+    moot("ptx_coef", float, "theirs was read with --pretrain_data alone; here it is ptx.coef"),
+)
+
+SAMPLING = (
+    maps("rollout.batch_size rollout_batch_size", int, 1024, "rollout.rollout_batch_size"),
+    maps("rollout.n_samples_per_prompt n_samples_per_prompt", int, 1, "rollout.group_size"),
+    maps("rollout.temperature temperature", float, 1.0, "rollout.temperature"),
+    lost("rollout.top_p top_p", float, 1.0, "all tokens may be sampled, as log-probs assume"),
+    maps(
+        "algo.dynamic_filtering_enable dynamic_filtering",
+        bool,
+        False,
+        "rollout.keep_scores",
+        note="theirs draws prompts until the batch is full or the data ends, here at most rollout.max_refills batches",
+    ),
+    maps(
+        "algo.dynamic_filtering_range dynamic_filtering_reward_range",
+        float,
+        [0.0, 1.0],
+        "rollout.keep_scores",
+        num_values=2,
+    ),
+    moot("rollout.micro_batch_size micro_rollout_batch_size", int, TOKENS),
+    moot("rollout.max_tokens_per_gpu rollout_max_tokens_per_gpu", int, TOKENS),
+    maps("train.seed seed", int, 42, "run.seed", note="the same seed draws other samples than theirs"),
+    moot("train.full_determinism_enable full_determinism", bool, "rollout.seed_per_request fixes each sample already"),
+)
+
+OUTPUT = (
+    maps("ckpt.output_dir save_path", str, "./ckpt", "run.dir", "run.name"),
+    moot("ckpt.path ckpt_path", str, "checkpoints lie in <run.dir>/<run.name>/checkpoints"),
+    maps("ckpt.save_steps save_steps", int, -1, "checkpoint.every_steps"),
+    maps("ckpt.disable_ds disable_ds_ckpt", bool, False, "checkpoint.every_steps"),
+    maps("ckpt.max_num max_ckpt_num", int, 3, "checkpoint.keep_last"),
+    moot("ckpt.max_mem max_ckpt_mem", float, "checkpoint.keep_last counts checkpoints, not bytes"),
+    moot("ckpt.save_hf save_hf_ckpt", bool, "export/ holds the final actor as a Hugging Face folder, always"),
+    maps("ckpt.load_enable load_checkpoint", bool, False, "run.resume", choices={False: "never", True: "auto"}),
+    maps("ckpt.best_metric_key best_metric_key", str, "", "checkpoint.keep_best"),
+    moot("ds.use_universal_ckpt use_ds_universal_ckpt", bool, "checkpoints have one form"),
+    lost(
+        "critic.save_value_network save_value_network", bool, False, "the critic stays in checkpoints, not in export/"
+    ),
+    moot("logger.logging_steps logging_steps", int, OFTEN),
+    moot("logger.tensorboard_dir use_tensorboard", str, "tensorboard/ lies in the run's folder, always"),
+    moot("logger.wandb.key use_wandb", str, OFTEN),
+    moot("logger.wandb.org wandb_org", str, OFTEN),
+    moot("logger.wandb.group wandb_group", str, OFTEN),
+    moot("logger.wandb.project wandb_project", str, OFTEN),
+    moot("logger.wandb.run_name wandb_run_name", str, "run.name names the run's folder"),
+)

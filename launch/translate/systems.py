@@ -1,0 +1,8 @@
+"""Which option of launch/colocated.py reads which programs."""
+
+from launch.translate import coati, coati_ray, openrlhf
+
+SYSTEMS = {
+    "--from-openrlhf": (openrlhf.PROGRAM,),
+    "--from-coati": (coati.PROGRAM, coati_ray.PROGRAM),
+}
