@@ -47,31 +47,39 @@ def _merge_moments(count, mean, squares, other_count, other_mean, other_squares)
 
 
 @triton.jit
-def _load(ptr, slots, is_chosen):
-    """Return what a tensor holds in the chosen slots, 0 elsewhere and without a tensor."""
+def _load(ptr, slots, is_inside, is_chosen):
+    """Return what a tensor holds in the chosen slots, 0 elsewhere and without a tensor.
+
+    Selected after a load of all, since whole vectors load faster than what a mask leaves of them.
+    """
     if ptr is None:
-        return tl.where(is_chosen, 0.0, 0.0)
-    return tl.load(ptr + slots, mask=is_chosen, other=0).to(tl.float32)
+        x = tl.where(is_chosen, 0.0, 0.0)
+    else:
+        x = tl.where(is_chosen, tl.load(ptr + slots, mask=is_inside, other=0).to(tl.float32), 0.0)
+    return x
 
 
 @triton.jit
 def _row_bounds(ends_ptr, row, row_length):
     """Return first slot and length of a row."""
     if ends_ptr is None:
-        return row.to(tl.int64) * row_length, row_length
-    first = tl.load(ends_ptr + row).to(tl.int64)
-    return first, (tl.load(ends_ptr + row + 1).to(tl.int64) - first).to(tl.int32)
+        first, length = row.to(tl.int64) * row_length, row_length
+    else:
+        first = tl.load(ends_ptr + row).to(tl.int64)
+        length = (tl.load(ends_ptr + row + 1).to(tl.int64) - first).to(tl.int32)
+    return first, length
 
 
 @triton.jit
 def _following(mask_ptr, first, place, length, next_sampled, IS_CARRY: tl.constexpr):
     """Return the place of the state after each one, and whether a sampled token is there."""
     is_after = tl.load(mask_ptr + first + place + 1, mask=place + 1 < length, other=0) != 0
-    if not IS_CARRY:
-        return place + 1, is_after
-    following = tl.where(is_after, place + 1, _NONE)
-    following = tl.minimum(tl.associative_scan(following, 0, _least, reverse=True), next_sampled)
-    return following, following != _NONE
+    following = place + 1
+    if IS_CARRY:
+        following = tl.where(is_after, following, _NONE)
+        following = tl.minimum(tl.associative_scan(following, 0, _least, reverse=True), next_sampled)
+        is_after = following != _NONE
+    return following, is_after
 
 
 @triton.jit
@@ -104,17 +112,21 @@ def hybrid_rl_gae_kernel(
         start = (tl.cdiv(length, BLOCK) - 1 - step) * BLOCK
         place = start + tl.arange(0, BLOCK)
         slots = first + place
-        is_sampled = tl.load(mask_ptr + slots, mask=place < length, other=0) != 0
+        is_inside = place < length
+        is_sampled = tl.load(mask_ptr + slots, mask=is_inside, other=0) != 0
         if last < 0:  # the last sampled token of the row, from which on there are states
             last = tl.max(tl.where(is_sampled, place, -1), axis=0)
         following, is_after = _following(mask_ptr, first, place, length, next_sampled, IS_CARRY)
         next_sampled = tl.minimum(next_sampled, tl.min(tl.where(is_sampled, place, _NONE), axis=0))
-        value = _load(values_ptr, slots, is_sampled)
+        value = _load(values_ptr, slots, is_inside, is_sampled)
+        next_value = _load(values_ptr, first + following, is_after, is_after)
+        reward = _load(rewards_ptr, slots, is_inside, is_sampled) - kl_coef * _load(
+            kl_ptr, slots, is_inside, is_sampled
+        )
         # A row's bootstrap value and score are read at its last token alone: rows without tokens may hold NaN.
-        is_last = place == last
-        next_value = _load(values_ptr, first + following, is_after) + _load(bootstrap_ptr, row + place * 0, is_last)
-        reward = _load(rewards_ptr, slots, is_sampled) + _load(scores_ptr, row + place * 0, is_last)
-        reward -= kl_coef * _load(kl_ptr, slots, is_sampled)
+        is_last, same_row = place == last, row + place * 0
+        next_value += _load(bootstrap_ptr, same_row, is_last, is_last)
+        reward += _load(scores_ptr, same_row, is_last, is_last)
         is_state = is_sampled if IS_CARRY else place <= last
         own_decay = tl.where(is_state, decay, 1.0)
         own_sum = tl.where(is_state, reward + gamma * next_value - value, 0.0)
@@ -122,9 +134,9 @@ def hybrid_rl_gae_kernel(
         advantage = total + total_decay * next_advantage
         next_advantage = tl.sum(tl.where(place == start, advantage, 0.0), axis=0)
         advantage = tl.where(is_sampled, advantage, 0.0)
-        tl.store(advantages_ptr + slots, advantage, mask=place < length)
+        tl.store(advantages_ptr + slots, advantage, mask=is_inside)
         if returns_ptr is not None:
-            tl.store(returns_ptr + slots, advantage + value, mask=place < length)
+            tl.store(returns_ptr + slots, advantage + value, mask=is_inside)
         if moments_ptr is not None:
             own_count, own_mean, own_squares = _moments(advantage, is_sampled)
             count, mean, squares = _merge_moments(count, mean, squares, own_count, own_mean, own_squares)
@@ -166,7 +178,7 @@ def hybrid_rl_whiten_kernel(x_ptr, mask_ptr, moments_ptr, out_ptr, num_elements,
     deviation = tl.sqrt(tl.load(moments_ptr + 2) / tl.maximum(tl.load(moments_ptr), 1.0))
     factor = tl.where(deviation <= bound * tl.abs(mean), 0.0, 1 / deviation).to(tl.float32)
     is_counted = tl.load(mask_ptr + place, mask=is_inside, other=0) != 0
-    x = tl.load(x_ptr + place, mask=is_counted, other=0)
+    x = tl.load(x_ptr + place, mask=is_inside, other=0)
     tl.store(out_ptr + place, tl.where(is_counted, (x - mean.to(tl.float32)) * factor, 0.0), mask=is_inside)
 
 

@@ -1,4 +1,4 @@
-"""The PyTorch path of advantages from shaped rewards, padded or packed, and their moments; `gae_kernels.py` is the GPU's.
+"""Advantages of shaped rewards, padded or packed, and their moments in PyTorch; `gae_kernels.py` is the path of a GPU.
 
 Shape letters: B sequences, T response tokens, N packed tokens.
 """

@@ -82,12 +82,12 @@ class Head:
 
     @property
     def scales(self) -> tuple[float, float, float]:
-        """Factors of the kernels' transform: scale, steepness and cap."""
+        """Factors of the kernels' transform: scale (1 with a cap, which holds it), steepness and cap."""
         transform = self.transform
         if transform.softcap is None:
             return transform.factor * LOG2_E, 0.0, 1.0
         steepness = 2 * LOG2_E * transform.logit_scale / transform.softcap
-        return 0.0, steepness, transform.softcap / transform.temperature * LOG2_E
+        return 1.0, steepness, transform.softcap / transform.temperature * LOG2_E
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,12 +239,12 @@ def _read_logits(work: Work, logits: Tensor, rows: slice, columns: slice, state:
     )
 
 
-def merge(state: Tensor, targets: Tensor) -> RowResults:
+def merge(state: Tensor, targets: Tensor, head: Head) -> RowResults:
     """Return what the states [splits, 4, n] of rows say; log-probs and entropies are 0 where ignored."""
     results = [torch.empty(len(targets), dtype=torch.float32, device=state.device) for _ in range(4)]
     grid = (-(-len(targets) // 128),)
     kernels.hybrid_rl_merge_kernel[grid](
-        state, targets, *results, num_rows=len(targets), num_splits=len(state), BLOCK_ROWS=128, num_warps=4
+        state, targets, *results, len(targets), len(state), head.scales[0], BLOCK_ROWS=128, num_warps=4
     )
     return RowResults(logprobs=results[0], entropy=results[1], lse=results[2], top=results[3])
 

@@ -5,7 +5,7 @@ Inside the kernels z are the transformed logits (see reference.LogitTransform) t
 hardware has, needs no further product.
 
 Each row's softmax is held as four float32 numbers, its *state*:
-    m = max z,  s = sum 2^(z - m),  e = sum 2^(z - m) (z - m),  t = z of the target
+    m = max z,  s = sum 2^(z - m),  e = sum 2^(z - m) (z - m),  t = z of the target, or the logit that scales to it
 from which, in nats, log-prob = (t - m) ln 2 - ln s and entropy = ln s - e / s ln 2. Taking z - m in e keeps the two
 terms of the entropy small: nothing large cancels.
 """
@@ -38,63 +38,79 @@ _VARYING = ["num_rows", "stride", "first_column", "tiles_per_split", "num_splits
 def _transform(
     logits, bias_ptr, columns, num_columns, scale, steepness, cap, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr
 ):
-    """Return z of a tile: logits * scale, or cap * tanh(logits * steepness / (2 log2 e))."""
+    """Return x and f with z = x * f: logits * scale, or with a cap, cap * tanh(logits * steepness / (2 log2 e)).
+
+    A product that is left to do is free later, as part of a subtraction.
+    """
     if HAS_BIAS:
         logits += tl.load(bias_ptr + columns, mask=columns < num_columns, other=0).to(tl.float32)[None, :]
+        logits = tl.where(logits < _LOWEST, _LOWEST, logits)  # a bias of -inf forbids a word; NaN stays
     if HAS_CAP:
-        return cap * (1 - 2 / (1 + tl.exp2(logits * steepness)))  # tanh x = 1 - 2 / (1 + e^2x)
-    return logits * scale
+        logits = cap * (1 - 2 / (1 + tl.exp2(logits * steepness)))  # tanh x = 1 - 2 / (1 + e^2x)
+        scale = 1.0
+    return logits, scale
 
 
 @triton.jit
-def _bounded(z, is_column, HAS_BIAS: tl.constexpr):
-    """Return z with _LOWEST outside the vocabulary and for words that a bias of -inf forbids; NaN stays."""
-    if HAS_BIAS:
-        z = tl.where(z < _LOWEST, _LOWEST, z)
-    return tl.where(is_column[None, :], z, _LOWEST)
+def _no_state(BLOCK_ROWS: tl.constexpr):
+    """Return the states m, s, e, t of rows before the first word."""
+    zeros = tl.zeros([BLOCK_ROWS], tl.float32)
+    return zeros + _LOWEST, zeros, zeros, zeros
 
 
 @triton.jit
-def _advance(z, is_target, is_column, m, s, e, t, HAS_BIAS: tl.constexpr):
-    """Return the rows' states with one more tile of z."""
-    t += tl.sum(tl.where(is_target, z, 0.0), axis=1)
-    z = _bounded(z, is_column, HAS_BIAS)
-    new_m = tl.maximum(m, tl.max(z, axis=1))
+def _advance(x, f, m, s, e):
+    """Return the rows' m, s and e with one more tile of z, and its 2^(z - m) with the new m."""
+    new_m = tl.maximum(m, tl.max(x, axis=1) * f)
     rise = m - new_m
     decay = tl.exp2(rise)
-    distance = z - new_m[:, None]
+    distance = x * f - new_m[:, None]
     share = tl.exp2(distance)
     e = decay * (e + s * rise) + tl.sum(share * distance, axis=1)
     s = decay * s + tl.sum(share, axis=1)
-    return new_m, s, e, t
+    return new_m, s, e, share
 
 
 @triton.jit
-def _numerators(z, is_target, is_row, is_column, reference, HAS_BIAS: tl.constexpr):
-    """Return 2^(z - r), 0 at the target, and r: `reference`, or where a row exceeds it too far, the row's max here."""
-    z = _bounded(z, is_column, HAS_BIAS)
-    top = tl.max(z, axis=1)
-    reference = tl.where(top > reference + _MAX_EXPONENT, top, reference)
-    numerators = tl.exp2(z - reference[:, None])
-    return tl.where(is_row[:, None] & (is_target == 0), numerators, 0.0), reference
+def _numerators(share, m, reference):
+    """Return 2^(z - r), and r: `reference`, or where m exceeds it too far, m."""
+    reference = tl.where(m > reference + _MAX_EXPONENT, m, reference)
+    return share * tl.exp2(m - reference)[:, None], reference
 
 
 @triton.jit
-def _gradient(
-    z, is_target, is_row, is_column, lse, entropy, grad, grad_entropy, cap,
-    HAS_ENTROPY: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr,
-):  # fmt: skip
-    """Return the gradient of the logits, g (onehot - p) - e p (log p + H), with g and e times the derivative of z."""
-    z = _bounded(z, is_column, HAS_BIAS)
-    log_share = z - lse[:, None]
+def _gradient(x, f, lse, entropy, grad, grad_entropy, cap, HAS_ENTROPY: tl.constexpr, HAS_CAP: tl.constexpr):
+    """Return the gradient of the logits but for onehot, -p (g + e (log p + H)); g and e hold the derivative of z."""
+    log_share = x * f - lse[:, None]
     pull = grad[:, None]
     if HAS_ENTROPY:
         pull += grad_entropy[:, None] * (log_share * _LN_2 + entropy[:, None])
-    result = tl.where(is_target, grad[:, None], 0.0) - tl.exp2(log_share) * pull
+    result = -tl.exp2(log_share) * pull
     if HAS_CAP:
-        ratio = tl.where(is_column[None, :], z, 0.0) / cap
-        result *= 1 - ratio * ratio
-    return tl.where(is_row[:, None], result, 0.0)  # selects: an ignored row may hold NaN
+        result *= _cap_slope(x, cap)
+    return result
+
+
+@triton.jit
+def _onehot(x, is_target, grad, cap, HAS_CAP: tl.constexpr):
+    """Return the part of the gradient that _gradient leaves out."""
+    result = tl.where(is_target, grad[:, None], 0.0)
+    return result * _cap_slope(x, cap) if HAS_CAP else result
+
+
+@triton.jit
+def _cap_slope(z, cap):
+    """Return the derivative of the capped z over that of the uncapped one."""
+    ratio = z / cap
+    return 1 - ratio * ratio
+
+
+@triton.jit
+def _select_rows(result, is_row, has_ignored):
+    """Return a tile with 0 in ignored rows; selects, as these may hold NaN."""
+    if has_ignored:
+        result = tl.where(is_row[:, None], result, 0.0)
+    return result
 
 
 @triton.jit
@@ -145,11 +161,9 @@ def hybrid_rl_vocab_kernel(
     targets = tl.load(targets_ptr + rows, mask=is_inside, other=-100)
     is_row = targets >= 0
     local_targets = (targets - first_column).to(tl.int32)
+    has_ignored = tl.min(targets, axis=0) < 0
     first, entropy, grad, grad_entropy = _load_rows(row_ptr, rows, is_inside, num_rows, MODE, HAS_ENTROPY)
-    m = tl.full([BLOCK_ROWS], _LOWEST, tl.float32)
-    s = tl.zeros([BLOCK_ROWS], tl.float32)
-    e = tl.zeros([BLOCK_ROWS], tl.float32)
-    t = tl.zeros([BLOCK_ROWS], tl.float32)
+    m, s, e, t = _no_state(BLOCK_ROWS)
     last_tile = tl.minimum((split + 1) * tiles_per_split, tl.cdiv(num_columns, BLOCK_COLUMNS))
     for tile in tl.range(split * tiles_per_split, last_tile, flatten=FLATTEN):
         first_of_tile = tile * BLOCK_COLUMNS
@@ -158,19 +172,25 @@ def hybrid_rl_vocab_kernel(
             left, right = hidden.load([first_row, k]), weight.load([first_of_tile, k])
             logits = tl.dot(left, right.T, logits, input_precision=PRECISION)
         columns = first_of_tile + tl.arange(0, BLOCK_COLUMNS)
-        is_column, is_target = columns < num_columns, columns[None, :] == local_targets[:, None]
-        z = _transform(logits, bias_ptr, columns, num_columns, scale, steepness, cap, HAS_BIAS, HAS_CAP)
+        x, f = _transform(logits, bias_ptr, columns, num_columns, scale, steepness, cap, HAS_BIAS, HAS_CAP)
+        # Whole tiles branch around what few of them need, which is half of all instructions outside the product.
+        is_here = (local_targets >= first_of_tile) & (local_targets < first_of_tile + BLOCK_COLUMNS)
+        has_target = tl.max(is_here.to(tl.int32), axis=0) > 0
         if MODE == _GRADIENT:
-            result = _gradient(
-                z, is_target, is_row, is_column, first, entropy, grad, grad_entropy, cap, HAS_ENTROPY, HAS_BIAS, HAS_CAP
-            )
-            out.store([first_row, first_of_tile], result.to(out.dtype))
+            result = _gradient(x, f, first, entropy, grad, grad_entropy, cap, HAS_ENTROPY, HAS_CAP)
+            if has_target:
+                result += _onehot(x, columns[None, :] == local_targets[:, None], grad, cap, HAS_CAP)
         else:
-            m, s, e, t = _advance(z, is_target, is_column, m, s, e, t, HAS_BIAS)
+            if has_target:
+                t += tl.sum(tl.where(columns[None, :] == local_targets[:, None], x, 0.0), axis=1)
+            if first_of_tile + BLOCK_COLUMNS > num_columns:
+                x = tl.where((columns < num_columns)[None, :], x, _LOWEST)
+            m, s, e, result = _advance(x, f, m, s, e)
         if MODE == _NUMERATORS:
-            result, reference = _numerators(z, is_target, is_row, is_column, first, HAS_BIAS)
-            out.store([first_row, first_of_tile], result.to(out.dtype))
+            result, reference = _numerators(result, m, first)
             tl.store(tile_reference_ptr + tile * num_rows + rows, reference, mask=is_inside)
+        if MODE != _STATS:
+            out.store([first_row, first_of_tile], _select_rows(result, is_row, has_ignored).to(out.dtype))
     if MODE != _GRADIENT:
         _store_state(state_ptr + split * 4 * num_rows, rows, is_inside, num_rows, m, s, e, t)
 
@@ -201,10 +221,7 @@ def hybrid_rl_row_kernel(
     is_row = targets >= 0
     local_targets = (targets - first_column).to(tl.int32)
     first, entropy, grad, grad_entropy = _load_rows(row_ptr, rows, is_inside, stride, MODE, HAS_ENTROPY)
-    m = tl.full([BLOCK_ROWS], _LOWEST, tl.float32)
-    s = tl.zeros([BLOCK_ROWS], tl.float32)
-    e = tl.zeros([BLOCK_ROWS], tl.float32)
-    t = tl.zeros([BLOCK_ROWS], tl.float32)
+    m, s, e, t = _no_state(BLOCK_ROWS)
     if MODE != _GRADIENT and first_column > 0:
         m = tl.load(state_ptr + rows, mask=is_inside, other=0)
         s = tl.load(state_ptr + stride + rows, mask=is_inside, other=0)
@@ -216,34 +233,44 @@ def hybrid_rl_row_kernel(
         is_column, is_target = columns < num_columns, columns[None, :] == local_targets[:, None]
         is_slot = is_inside[:, None] & is_column[None, :]
         logits = tl.load(logits_ptr + wide_rows * logits_stride + columns[None, :], mask=is_slot, other=0)
-        z = _transform(logits, bias_ptr, columns, num_columns, scale, steepness, cap, HAS_BIAS, HAS_CAP)
-        slots = wide_rows * out_stride + columns[None, :]
+        x, f = _transform(logits, bias_ptr, columns, num_columns, scale, steepness, cap, HAS_BIAS, HAS_CAP)
         if MODE == _GRADIENT:
-            result = _gradient(
-                z, is_target, is_row, is_column, first, entropy, grad, grad_entropy, cap, HAS_ENTROPY, HAS_BIAS, HAS_CAP
-            )
-            tl.store(out_ptr + slots, result.to(out_ptr.dtype.element_ty), mask=is_slot)
+            result = _gradient(x, f, first, entropy, grad, grad_entropy, cap, HAS_ENTROPY, HAS_CAP)
+            result += _onehot(x, is_target, grad, cap, HAS_CAP)
         else:
-            m, s, e, t = _advance(z, is_target, is_column, m, s, e, t, HAS_BIAS)
+            t += tl.sum(tl.where(is_target, x, 0.0), axis=1)
+            m, s, e, result = _advance(tl.where(is_column[None, :], x, _LOWEST), f, m, s, e)
         if MODE == _NUMERATORS:
-            result, reference = _numerators(z, is_target, is_row, is_column, first, HAS_BIAS)
-            tl.store(out_ptr + slots, result.to(out_ptr.dtype.element_ty), mask=is_slot)
+            result, reference = _numerators(result, m, first)
             tl.store(tile_reference_ptr + tile * stride + rows, reference, mask=is_inside)
+        if MODE != _STATS:
+            result = tl.where(is_row[:, None], result, 0.0)
+            slots = wide_rows * out_stride + columns[None, :]
+            tl.store(out_ptr + slots, result.to(out_ptr.dtype.element_ty), mask=is_slot)
     if MODE != _GRADIENT:
         _store_state(state_ptr, rows, is_inside, stride, m, s, e, t)
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def hybrid_rl_merge_kernel(
-    state_ptr, targets_ptr, logprobs_ptr, entropy_ptr, lse_ptr, top_ptr, num_rows, num_splits, BLOCK_ROWS: tl.constexpr
+    state_ptr,
+    targets_ptr,
+    logprobs_ptr,
+    entropy_ptr,
+    lse_ptr,
+    top_ptr,
+    num_rows,
+    num_splits,
+    scale,
+    BLOCK_ROWS: tl.constexpr,
 ):
-    """Merge the states [num_splits, 4, n] of each row into log-prob, entropy (0 if ignored), log2-sum-exp2 and max."""
+    """Merge the states [num_splits, 4, n] of each row into log-prob, entropy (0 if ignored), log2-sum-exp2 and max.
+
+    scale is what is left to do to t.
+    """
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     is_inside = rows < num_rows
-    m = tl.full([BLOCK_ROWS], _LOWEST, tl.float32)
-    s = tl.zeros([BLOCK_ROWS], tl.float32)
-    e = tl.zeros([BLOCK_ROWS], tl.float32)
-    t = tl.zeros([BLOCK_ROWS], tl.float32)
+    m, s, e, t = _no_state(BLOCK_ROWS)
     for split in range(0, num_splits):
         part = state_ptr + split * 4 * num_rows + rows
         part_m = tl.load(part, mask=is_inside, other=0)
@@ -258,7 +285,7 @@ def hybrid_rl_merge_kernel(
         m = new_m
     is_row = tl.load(targets_ptr + rows, mask=is_inside, other=-100) >= 0
     log_s = tl.log2(s)
-    logprobs = (t - m - log_s) * _LN_2
+    logprobs = (t * scale - m - log_s) * _LN_2
     entropy = (log_s - e / s) * _LN_2
     tl.store(logprobs_ptr + rows, tl.where(is_row, logprobs, 0.0), mask=is_inside)
     tl.store(entropy_ptr + rows, tl.where(is_row, entropy, 0.0), mask=is_inside)
@@ -346,11 +373,10 @@ def hybrid_rl_finish_kernel(
         reference = tl.load(tile_reference_ptr + tile * num_rows + rows, mask=is_inside, other=0)
         is_slot = is_chosen[:, None] & is_column[None, :]
         numerators = tl.load(first_slots + columns[None, :], mask=is_slot, other=0).to(tl.float32)
-        has_none = (numerators == 0) & (is_target == 0)
         z = tl.where(is_target, target_z[:, None], tl.log2(numerators) + reference[:, None])
-        result = _gradient(
-            tl.where(has_none, 0.0, z), is_target, targets >= 0, is_column, lse, entropy, grad, grad_entropy, cap,
-            HAS_ENTROPY, False, HAS_CAP,
-        )  # fmt: skip
-        result = tl.where(has_none, 0.0, result).to(numerators_ptr.dtype.element_ty)
-        tl.store(first_slots + columns[None, :], result, mask=is_slot)
+        z = tl.where(z < _LOWEST, 0.0, z)  # that of a numerator of 0, whose gradient is 0 whatever z is
+        result = _gradient(z, 1.0, lse, entropy, grad, grad_entropy, cap, HAS_ENTROPY, HAS_CAP)
+        result += _onehot(z, is_target, grad, cap, HAS_CAP)
+        result = tl.where(is_target | (numerators != 0), result, 0.0)
+        result = tl.where((targets >= 0)[:, None], result, 0.0)
+        tl.store(first_slots + columns[None, :], result.to(numerators_ptr.dtype.element_ty), mask=is_slot)

@@ -67,7 +67,7 @@ class _FusedLogprobs(torch.autograd.Function):
             ctx.save_for_backward(hidden, weight, bias, targets, empty, empty)
             return empty, empty.clone()
         work = Work(mode=kernels.STATS, hidden=hidden, head=head, targets=targets)
-        rows = merge(states(work, path), targets)
+        rows = merge(states(work, path), targets, head)
         ctx.save_for_backward(hidden, weight, bias, targets, rows.lse, rows.entropy)
         return rows.logprobs, rows.entropy
 

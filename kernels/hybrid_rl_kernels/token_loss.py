@@ -146,7 +146,7 @@ def _numerators(work: Work, buffers: _Buffers, path: Path) -> tuple[RowResults, 
         out=buffers.numerators[:num_rows],
         tile_reference=buffers.tile_reference[: num_tiles * num_rows].view(num_tiles, num_rows),
     )
-    return passes.merge(passes.states(work, path), work.targets), reference
+    return passes.merge(passes.states(work, path), work.targets, work.head), reference
 
 
 def _loss_gradients(
