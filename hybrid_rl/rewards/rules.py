@@ -10,7 +10,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybrid_rl.config import ConfigError, check
 
@@ -23,8 +23,19 @@ Scorer = Callable[["Prompt", str], float]
 # Digits may be grouped by commas; a minus right after a word or digit is a dash or a subtraction.
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _NUMBER = re.compile(rf"(?<![\w.])-?(?:{_DIGITS}/0*[1-9][0-9]*|{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)")
+_BOX = r"\boxed{"
+_ANSWER_TAGS = re.compile("<answer>(.*?)</answer>", re.DOTALL)
 # Python refuses to convert 4300 digits; a response that runs away in digits is wrong and no error.
 _MAX_NUMBER_CHARACTERS = 1000
+# Twice to parse and once to compare: below the time limit of a response, so that a hard one is wrong and no failure.
+_MATH_TIMEOUT_S = 2
+
+TAG_NAMES = ("think_start", "think_end", "answer_start", "answer_end")
+"""The tags of a response format, in the order in which they must occur."""
+DEFAULT_TAGS = {
+    name: {"text": text, "num_occur": 1}
+    for name, text in zip(TAG_NAMES, ("<think>", "</think>", "<answer>", "</answer>"), strict=True)
+}
 
 
 def exact_match(prompt: "Prompt", response: str) -> float:
@@ -37,12 +48,54 @@ def last_number(prompt: "Prompt", response: str) -> float:
 
     The answer is a number alone, perhaps with a currency or per cent sign, or what follows `####` as in GSM8K.
     """
-    answer = _answer(prompt)
-    gold = _NUMBER.fullmatch(answer.rpartition("####")[2].strip().strip("$%"))
-    if gold is None or len(gold[0]) > _MAX_NUMBER_CHARACTERS:
-        raise ValueError(f"the answer {answer[:80]!r} is not a number")
-    numbers = _NUMBER.findall(response.replace("\u2212", "-"))
-    return float(bool(numbers) and _value(numbers[-1]) == _value(gold[0]))
+    return _ends_in(response, _gold_number(prompt))
+
+
+def gsm8k(prompt: "Prompt", response: str) -> float:
+    """Return 1 if the response's answer equals the number after `####` in the prompt's, compared as in `last_number`.
+
+    The response's answer is the last number inside the last <answer>...</answer>, else inside the last \\boxed{...},
+    else of the whole text. Tags or a box without a number are wrong: the text around them is not searched.
+    ColossalChat's scale, 1 for the form and 10 with the right answer, is `functions: [think_format, gsm8k]` with
+    `weights: [1, 9]`, but there a right answer in a wrong form gives 0.
+    """
+    gold = _gold_number(prompt)
+    tagged, box = _ANSWER_TAGS.findall(response), _last_box(response)
+    return _ends_in(tagged[-1] if tagged else response if box is None else box, gold)
+
+
+def math(prompt: "Prompt", response: str) -> float:
+    """Return 1 if math-verify finds the response's last \\boxed{...}, else its last expression, equal to the answer.
+
+    The answer is LaTeX or plain text, with or without $ or \\boxed; of a GSM8K answer what follows `####` counts. Words
+    are no expressions: use `exact_match`. A comparison that takes over 2 s, as of towers of powers, counts as wrong.
+    """
+    import math_verify
+
+    answer = _answer(prompt).rpartition("####")[2].strip()
+    box = _last_box(answer)
+    gold = _parse_math(answer.strip("$") if box is None else box, is_boxed=True)
+    if not gold:
+        raise ValueError(f"the answer {answer[:80]!r} is no mathematical expression")
+    box = _last_box(response)
+    found = _parse_math(response if box is None else box, is_boxed=box is not None)
+    return float(math_verify.verify(gold, found, timeout_seconds=_MATH_TIMEOUT_S))
+
+
+def think_format(prompt: "Prompt", response: str) -> float:
+    """Return 1 if the response is a think block and then an answer block, and nothing else but white space.
+
+    Every tag occurs once, or not at all where the `response_format_tags` of the conversation template say 0 (a chat
+    template may itself open the think block). Without a template: <think></think><answer></answer>.
+    """
+    tags = prompt.metadata.get("response_format_tags", DEFAULT_TAGS)
+    text, pattern = response.strip(), ""
+    for name, between in zip(TAG_NAMES, (".*", r"\s*", ".*", ""), strict=True):
+        tag = tags[name]
+        if text.count(tag["text"]) != tag["num_occur"]:
+            return 0.0
+        pattern += re.escape(tag["text"]) * tag["num_occur"] + between
+    return float(re.fullmatch(pattern, text, re.DOTALL) is not None)
 
 
 def reasoning_gym(prompt: "Prompt", response: str) -> float:
@@ -59,36 +112,6 @@ def reasoning_gym(prompt: "Prompt", response: str) -> float:
     return score(answer=response.strip() if answer is None else answer, entry=entry)
 
 
-FUNCTIONS: dict[str, Scorer] = {
-    "exact_match": exact_match,
-    "last_number": last_number,
-    "reasoning_gym": reasoning_gym,
-}
-
-
-def load_scorer(name: str) -> Scorer:
-    """Return the scorer of a name in `FUNCTIONS`, or the function of `path.py:function`, the path relative to here.
-
-    Raises:
-        ConfigError: the name, the file or the function does not exist, or the file cannot be run.
-    """
-    if name in FUNCTIONS:
-        if name == "reasoning_gym":
-            import_reasoning_gym()  # takes over a second, which no response's time limit should pay
-        return FUNCTIONS[name]
-
-    path, colon, function = name.rpartition(":")
-    check(
-        bool(colon) and path.endswith(".py"),
-        f"reward.functions: '{name}' is unknown; give one of {', '.join(FUNCTIONS)}, or path.py:function",
-    )
-    check(Path(path).is_file(), f"reward.functions: '{name}': there is no file {Path(path).absolute()}")
-    scorer = getattr(_run_file(Path(path), name), function, None)
-    if not callable(scorer):
-        raise ConfigError(f"reward.functions: '{name}': {path} defines no function '{function}'")
-    return scorer
-
-
 def import_reasoning_gym() -> ModuleType:
     """Return the reasoning_gym package, imported only where it is used.
 
@@ -103,10 +126,89 @@ def import_reasoning_gym() -> ModuleType:
     return reasoning_gym
 
 
+def import_math_verify() -> ModuleType:
+    """Return the math_verify package, imported only where it is used.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import math_verify
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"math_verify cannot be imported ({error}): pip install math-verify[antlr4_13_2]") from error
+    return math_verify
+
+
+_IMPORTS: dict[str, Callable[[], object]] = {"reasoning_gym": import_reasoning_gym, "math": import_math_verify}
+
+FUNCTIONS: dict[str, Scorer] = {
+    "exact_match": exact_match,
+    "last_number": last_number,
+    "gsm8k": gsm8k,
+    "math": math,
+    "think_format": think_format,
+    "reasoning_gym": reasoning_gym,
+}
+
+
+def load_scorer(name: str) -> Scorer:
+    """Return the scorer of a name in `FUNCTIONS`, or the function of `path.py:function`, the path relative to here.
+
+    Raises:
+        ConfigError: the name, the file or the function does not exist, or the file cannot be run.
+    """
+    if name in FUNCTIONS:
+        if name in _IMPORTS:
+            _IMPORTS[name]()  # takes over a second, which no response's time limit should pay
+        return FUNCTIONS[name]
+
+    path, colon, function = name.rpartition(":")
+    check(
+        bool(colon) and path.endswith(".py"),
+        f"reward.functions: '{name}' is unknown; give one of {', '.join(FUNCTIONS)}, or path.py:function",
+    )
+    check(Path(path).is_file(), f"reward.functions: '{name}': there is no file {Path(path).absolute()}")
+    scorer = getattr(_run_file(Path(path), name), function, None)
+    if not callable(scorer):
+        raise ConfigError(f"reward.functions: '{name}': {path} defines no function '{function}'")
+    return scorer
+
+
 def _answer(prompt: "Prompt") -> str:
     if prompt.answer is None:
         raise ValueError("the prompt has no answer: set prompts.answer_column")
     return prompt.answer
+
+
+def _gold_number(prompt: "Prompt") -> str:
+    answer = _answer(prompt)
+    gold = _NUMBER.fullmatch(answer.rpartition("####")[2].strip().strip("$%"))
+    if gold is None or len(gold[0]) > _MAX_NUMBER_CHARACTERS:
+        raise ValueError(f"the answer {answer[:80]!r} is not a number")
+    return gold[0]
+
+
+def _ends_in(text: str, gold: str) -> float:
+    """Return 1 if the last number of a text is gold."""
+    numbers = _NUMBER.findall(text.replace("\u2212", "-"))
+    return float(bool(numbers) and _value(numbers[-1]) == _value(gold))
+
+
+def _last_box(text: str) -> str | None:
+    """Return what the last \\boxed{...} of a text holds, None when there is none or it is not closed."""
+    start, depth = text.rfind(_BOX), 1
+    for place in range(start + len(_BOX), len(text)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[start + len(_BOX) : place]
+    return None
+
+
+def _parse_math(text: str, *, is_boxed: bool) -> list[Any]:
+    """Return the expression of a text in math-verify's form; empty when there is none."""
+    import math_verify
+
+    return math_verify.parse(f"{_BOX}{text}}}" if is_boxed else text, parsing_timeout=_MATH_TIMEOUT_S)
 
 
 def _value(number: str) -> Fraction | None:
