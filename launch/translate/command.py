@@ -135,7 +135,7 @@ class Program:
         """Every spelling of an argument, with dashes."""
         spellings: dict[str, list[Argument]] = {}
         for argument in self.arguments:
-            for name in argument.names:
+            for name in argument.names if argument.effect != "fixed" else ():
                 spellings.setdefault(f"--{name}", []).append(argument)
         return spellings
 
@@ -334,7 +334,9 @@ def _comments(program: Program, command: Command, settings: Mapping[str, Any]) -
         validate(configured(settings))
     except ConfigError as error:
         paragraphs += ["", "NOT COMPLETE, it will not start like this:", f"- {error}"]
-    variables = [f"{command.given[name]} {command[name]}" for name in command.given if "$" in str(command[name])]
+    feeding = [argument.names[0] for argument in program.arguments if argument.effect == "maps"]
+    used = [name for name in feeding if name in command.given and "$" in str(command[name])]
+    variables = [f"{command.given[name]} {_words(command[name])}" for name in used]
     if variables:
         paragraphs += ["", "Shell variables, to be replaced:", *(f"- {text}" for text in variables)]
     for title, effects in {
@@ -344,8 +346,13 @@ def _comments(program: Program, command: Command, settings: Mapping[str, Any]) -
     }.items():
         notes = _notes(program, command, effects)
         paragraphs += ["", title, *notes] if notes else []
-    wrapped = [line for text in paragraphs for line in textwrap.wrap(text, 116, subsequent_indent="  ") or [""]]
+    wrap = textwrap.TextWrapper(116, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False).wrap
+    wrapped = [line for text in paragraphs for line in wrap(text) or [""]]
     return "".join(f"# {line}".rstrip() + "\n" for line in wrapped) + "\n"
+
+
+def _words(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _notes(program: Program, command: Command, effects: tuple[str, ...]) -> list[str]:

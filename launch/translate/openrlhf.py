@@ -209,9 +209,9 @@ OPTIMIZERS = tuple(
 
 DEEPSPEED = (
     moot("ds.deepcompile deepcompile", bool, "training is not compiled as a whole"),
-    moot("ds.zpg zpg", int, "ZeRO++ splits across nodes; this is one"),
+    moot("ds.zpg zpg", int, "a shard of ZeRO++'s per node is of use with several nodes"),
     moot("ds.use_liger_kernel use_liger_kernel", bool, "log-probs never hold all logits, by kernels of our own"),
-    moot("ds.grad_accum_dtype grad_accum_dtype", str, "gradients are summed in float32 over an optimizer step"),
+    moot("ds.grad_accum_dtype grad_accum_dtype", str, "gradients add up in float32"),
     moot("ds.overlap_comm overlap_comm", bool, "DeepSpeed's default stands"),
     moot("disable_trace_cache", bool, "DeepSpeed's default stands"),
     lost("ds.tensor_parallel_size ds_tensor_parallel_size", int, 1, "ranks are data parallel; use ds.zero_stage 3"),

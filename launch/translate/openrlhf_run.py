@@ -8,6 +8,7 @@ ONE_ENGINE = "one engine per GPU, of tensor parallel size 1"
 TOKENS = "forwards are packed up to update.micro_batch_tokens, and the result does not depend on it"
 OFTEN = "metrics.jsonl has a row per step, always"
 NO_IMAGES = "models read text only"
+FROZEN = "memory.swap moves frozen models to the host between their phases"
 SYNCHRONOUS = "every step trains on responses of the current weights"
 
 PLACEMENT = (
@@ -30,7 +31,14 @@ PLACEMENT = (
     ),
     maps("vllm.enable_prefix_caching enable_prefix_caching", bool, False, "rollout.prefix_caching"),
     maps("vllm.enforce_eager enforce_eager", bool, False, "rollout.enforce_eager"),
-    maps("vllm.enable_sleep vllm_enable_sleep", bool, False, "memory.swap"),
+    maps(
+        "vllm.enable_sleep vllm_enable_sleep",
+        bool,
+        False,
+        "memory.swap",
+        note="one switch here: engine and trainer both leave where either would, and both stay where neither would",
+        when=lambda c: c["vllm.enable_sleep"] != c["ds.enable_sleep"],
+    ),
     maps(
         "vllm.gpu_memory_utilization vllm_gpu_memory_utilization",
         float,
@@ -80,13 +88,13 @@ MODELS = (
         when=lambda c: estimator(c) == "gae" and not c["critic.model_name_or_path"] and bool(c["reward.remote_url"]),
     ),
     moot("ds.value_head_prefix value_head_prefix", str, "the head of a sequence classifier is found by itself"),
-    moot("ref.offload ref_reward_offload", bool, "memory.swap moves frozen models out of every phase that has no use"),
-    moot("reward.offload ref_reward_offload", bool, "memory.swap moves frozen models out of every phase without use"),
+    moot("ref.offload ref_reward_offload", bool, FROZEN),
+    moot("reward.offload ref_reward_offload", bool, FROZEN),
     maps("actor.gradient_checkpointing_enable gradient_checkpointing", bool, False, "models.gradient_checkpointing"),
     moot(
         "actor.gradient_checkpointing_reentrant gradient_checkpointing_use_reentrant",
         bool,
-        "one kind gives all results",
+        "never reentrant; the result is the same",
     ),
     maps(
         "ds.attn_implementation attn_implementation",

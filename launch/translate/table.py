@@ -1,0 +1,54 @@
+"""The tables of docs/seeds.md, as the translators have them: python -m launch.translate.table prints them anew."""
+
+from collections.abc import Iterator
+
+from launch.translate.command import OURS, Argument, Program, read_arguments
+from launch.translate.systems import SYSTEMS
+
+HEADER = "| Argument | Default | Setting here | What differs |\n|---|---|---|---|\n"
+PREFIX = {"maps": "", "fixed": "", "lost": "Not carried over: ", "moot": "No meaning here: "}
+
+
+def table(program: Program) -> str:
+    """Return all that a program's translator knows, as a Markdown table with a row per argument or fact."""
+    return HEADER + "".join(f"| {' | '.join(_cells(program, argument))} |\n" for argument in program.arguments)
+
+
+def _cells(program: Program, argument: Argument) -> Iterator[str]:
+    is_fact = argument.effect == "fixed"
+    yield argument.names[0] if is_fact else ", ".join(f"`--{name}`" for name in argument.names)
+    yield "" if is_fact or argument.effect == "moot" else _default(argument)
+    fields = ", ".join(f"`{field}`{_value(program, field) if is_fact else ''}" for field in argument.fields)
+    yield fields + _choices(argument)
+    yield PREFIX[argument.effect] + argument.note if argument.note else ""
+
+
+def _default(argument: Argument) -> str:
+    if argument.num_values == 0:
+        return "off"
+    if argument.default in (None, "", []):
+        return "none"
+    values = argument.default if isinstance(argument.default, list) else [argument.default]
+    return " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+
+
+def _choices(argument: Argument) -> str:
+    """Return which value of theirs is which of ours, where they are not spelled alike."""
+    pairs = [
+        (("off", "on")[theirs] if isinstance(theirs, bool) else theirs, ours)
+        for theirs, ours in (argument.choices or {}).items()
+    ]
+    renamed = [f"{theirs}: {str(ours).lower()}" for theirs, ours in pairs if theirs != ours]
+    return f" ({', '.join(renamed)})" if renamed else ""
+
+
+def _value(program: Program, field: str) -> str:
+    """Return what a rule gives for a command line without arguments."""
+    value = program.rules[field](read_arguments(program, []))
+    return "" if value is OURS else f" {'null' if value is None else str(value).lower()}"
+
+
+if __name__ == "__main__":
+    for programs in SYSTEMS.values():
+        for program in programs:
+            print(f"{program.title}\n\n{table(program)}")
