@@ -11,6 +11,7 @@ import yaml
 from hybrid_rl.config import Config, ConfigError
 from launch.translate import coati, coati_ray, openrlhf
 from launch.translate.command import Program, default_of, read_arguments, settings_of, translate
+from launch.translate.shell import commands, up_to_operator
 from launch.translate.systems import SYSTEMS
 from launch.translate.table import table
 
@@ -29,9 +30,48 @@ def test_a_command_line_without_paths_says_what_is_missing() -> None:
     )
 
 
-def test_shell_variables_are_listed() -> None:
+def test_shell_variables_that_stay_are_listed() -> None:
     text = translate(SYSTEMS["--from-openrlhf"], ["--pretrain $MODEL --prompt_data p.jsonl --remote_rm_url http://a"])
     assert "# Shell variables, to be replaced:\n# - --pretrain $MODEL\n" in text
+
+
+SCRIPT = r"""
+#!/bin/bash
+HOME_DIR=$(cd "$(dirname "$0")" && pwd)   # only a run tells
+MODEL="models/my model"                   # a comment
+EMPTY=
+export SAVE=$HOME_DIR/exp
+declare -a shards=(
+    a.jsonl
+    # b.jsonl
+    "c c.jsonl"
+)
+ARGS=(
+   --pretrain "${MODEL}"
+   --seed 7
+)
+CUDA_VISIBLE_DEVICES=0,1 python train.py ${ARGS[@]} \
+   --save "${SAVE}/1" --empty $EMPTY --data ${shards[@]} --text '$MODEL'
+   --last x   # no comment of a word#1
+echo done
+"""
+
+
+def test_variables_and_arrays_of_a_script_are_put_in() -> None:
+    command, last = commands(SCRIPT)[-2:]
+    words = up_to_operator(command)
+    assert words[:7] == [
+        "CUDA_VISIBLE_DEVICES=0,1",
+        "python",
+        "train.py",
+        "--pretrain",
+        "models/my model",
+        "--seed",
+        "7",
+    ]
+    assert words[7:11] == ["--save", "$HOME_DIR/exp/1", "--empty", "$EMPTY"]
+    assert words[11:] == ["--data", "a.jsonl", "c c.jsonl", "--text", "$MODEL", "--last", "x"]
+    assert last == ["echo", "done"]
 
 
 @pytest.mark.parametrize(
@@ -96,6 +136,11 @@ def test_what_only_a_critic_reads_is_left_out_without_one() -> None:
         ("--from-openrlhf", ["--data_type fp16 --param_dtype fp16"], "--param_dtype fp16: has no counterpart here"),
         ("--from-openrlhf", ["--pretrain 'x"], "cannot be split into words"),
         ("--from-openrlhf", ["python -m openrlhf.cli.train_sft --pretrain x"], "expected a command line of openrlhf"),
+        (
+            "--from-coati",
+            ["--reward_functions gsm8k_reward_fn mine"],
+            "--reward_functions mine: has no counterpart here",
+        ),
         ("--from-coati", ["--reward_functions"], "--reward_functions takes one value or more, got 0"),
         ("--from-coati", [], "expected a command line of train_ppo.py or train_prompts_on_ray.py"),
     ],

@@ -256,7 +256,7 @@ EXAMPLES = {
                 "overlong": "drop",
             },
             "rollout": {"temperature": 0.7},
-            "reward": {"functions": ["gsm8k"], "weights": [2.0], "clip": 5.0},
+            "reward": {"functions": ["think_format", "gsm8k"], "weights": [2.0, 18.0], "clip": 5.0},
             "advantage": {"kl_coef": 0.1, "whiten": False},
             "update": {  # 128 responses a step, on 4 processes; theirs steps every 512, over the passes
                 "num_epochs": 5,

@@ -47,7 +47,14 @@ def _reward(c: Command) -> str | None:
 
 
 def _functions(c: Command) -> list[str]:
-    return [REWARD_FUNCTIONS[name] for name in c["reward_functions"] or ()] if c["no_neural_reward_model"] else []
+    names = c["reward_functions"] or () if c["no_neural_reward_model"] else ()
+    return ["think_format", *(REWARD_FUNCTIONS[name] for name in names)] if names else []
+
+
+def _weights_of_functions(c: Command) -> list[float] | None:
+    """Return theirs doubled: 1 for the form, of each function, and 9 more for each right answer."""
+    num_answers = len(_functions(c)) - 1
+    return [2.0 * num_answers] + [18.0] * num_answers if num_answers > 0 else None
 
 
 def _has_ptx(c: Command) -> bool:
@@ -190,8 +197,10 @@ TRAIN_PPO = (
         None,
         "reward.functions",
         "reward.weights",
+        choices=REWARD_FUNCTIONS,
         num_values=None,
-        note="theirs adds each function twice, so its rewards are doubled before they are cut to 5",
+        note="theirs gives 1 for the form and 10 for the right answer in it, counts each function twice, and cuts the "
+        "sum to 5; here a right answer in a wrong form counts too",
     ),
     maps("ptx_dataset", str, [], "ptx.path", num_values=None, note="give the raw texts, in one file", when=_has_ptx),
     maps("ptx_coef", float, 0.0, "ptx.coef", "ptx.path"),
@@ -254,7 +263,7 @@ TRAIN_PPO_RULES = {
     "rollout.rollout_batch_size": _responses,
     "rollout.temperature": lambda c: 0.7,
     "reward.functions": _functions,
-    "reward.weights": lambda c: [2.0] * len(_functions(c)) or None,
+    "reward.weights": _weights_of_functions,
     "reward.clip": lambda c: 5.0,
     "advantage.whiten": lambda c: False,
     "update.mini_batch_size": _mini_batch_size,

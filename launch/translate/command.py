@@ -7,7 +7,6 @@ argument has a rule. Whatever cannot be carried over is said, and what the table
 import dataclasses
 import difflib
 import re
-import shlex
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import yaml
 
 from hybrid_rl.config import Config, ConfigError, check
 from hybrid_rl.validate import validate
+from launch.translate.shell import commands, up_to_operator
 
 OURS: Any = object()
 """What a rule returns to leave a field at our default."""
@@ -150,28 +150,15 @@ def translate(programs: Sequence[Program], words: Sequence[str]) -> str:
 
     Args:
         programs: of the system; the command line names one, or its arguments fit one best.
-        words: the command line, as one quoted text with line ends as in a script, or word by word.
+        words: the command line, as one text, perhaps a whole script, or word by word.
     Raises:
         ConfigError: names all arguments that are unknown or cannot be read.
     """
-    lines = split_lines(words[0]) if len(words) == 1 else [list(words)]
+    lines = commands(words[0]) if len(words) == 1 else [list(words)]
     program, arguments, num_processes = _find_program(programs, lines)
     command = read_arguments(program, arguments, num_processes)
     settings = settings_of(program, command)
     return _comments(program, command, settings) + yaml.safe_dump(_nested(settings), sort_keys=False)
-
-
-def split_lines(text: str) -> list[list[str]]:
-    """Return the words of each command of a script, as a shell sees them: without comment lines, \\ joins lines.
-
-    A line that starts with a dash goes on with the command before it, whether that ends in a backslash or not.
-    """
-    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    joined = re.sub(r"\n\s*(?=-)", " ", "\n".join(lines).replace("\\\n", " "))
-    try:
-        return [shlex.split(line) for line in joined.splitlines() if line.strip()]
-    except ValueError as error:
-        raise ConfigError(f"the command line cannot be split into words: {error}") from error
 
 
 def read_arguments(program: Program, words: Sequence[str], num_processes: int | None = None) -> Command:
@@ -241,18 +228,13 @@ def _find_program(programs: Sequence[Program], lines: Sequence[list[str]]) -> tu
         for position, word in enumerate(line):
             for program in programs:
                 if word in program.names or PurePath(word).name in program.names:
-                    return program, _up_to_operator(line[position + 1 :]), _num_processes(line[:position])
+                    return program, up_to_operator(line[position + 1 :]), _num_processes(line[:position])
     words = [word for line in lines for word in line]
     names = " or ".join(program.names[0] for program in programs)
     check(bool(words) and words[0].startswith("-"), f"expected a command line of {names}, or its arguments alone")
     options = [word.partition("=")[0] for word in words if word.startswith("--")]
     best = min(programs, key=lambda program: sum(option not in program.spellings for option in options))
     return best, words, None
-
-
-def _up_to_operator(words: list[str]) -> list[str]:
-    end = next((i for i, word in enumerate(words) if re.fullmatch(r"[|&;]+|\d*>.*|&>.*", word)), len(words))
-    return words[:end]
 
 
 def _num_processes(launcher: Sequence[str]) -> int | None:
@@ -284,8 +266,9 @@ def _value(argument: Argument, name: str, words: Sequence[str]) -> Any:
         kind = "a whole number" if argument.parse is int else "a number"
         raise ConfigError(f"{name} {' '.join(words)}: must be {kind}") from None
     value = values[0] if count == 1 else values
-    known = argument.choices
-    check(known is None or value in known, f"{name} {value}: has no counterpart here, only {_listed(known)}")
+    for item in values:
+        known = argument.choices
+        check(known is None or item in known, f"{name} {item}: has no counterpart here, only {_listed(known)}")
     return value
 
 

@@ -1,0 +1,47 @@
+"""The commands of a shell script, as far as they can be known without running it."""
+
+import re
+import shlex
+
+from hybrid_rl.config import ConfigError
+
+ASSIGNMENT = re.compile(r"\s*(?:export\s+|declare\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)=(.*?)(?:\s#.*)?")
+ARRAY = re.compile(r"(?<=[A-Za-z_0-9]=)\(([^()]*)\)")
+VARIABLE = re.compile(r"'[^']*'|\$\{(\w+)(?:\[@\])?\}|\$(\w+)")
+OPERATOR = re.compile(r"[|&;]+|\d*>.*|&>.*|#.*")
+
+
+def commands(text: str) -> list[list[str]]:
+    """Return the words of each command: comment lines left out, lines joined, variables and arrays put in.
+
+    A line that starts with a dash goes on with the command before it, whether that ends in a backslash or not. A
+    variable that the script does not set, or sets to nothing or to what a command prints, stays as it is.
+
+    Raises:
+        ConfigError: a quotation does not end.
+    """
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\n\s*(?=-)", " ", "\n".join(lines).replace("\\\n", " "))
+    joined = ARRAY.sub(lambda array: '"' + " ".join(array[1].split()).replace('"', '\\"') + '"', joined)
+    variables: dict[str, str] = {}
+    found = []
+    for line in joined.splitlines():
+        try:
+            expanded = VARIABLE.sub(lambda use: variables.get(use[1] or use[2] or "", use[0]), line)
+            words = shlex.split(expanded)
+            assignment = ASSIGNMENT.fullmatch(expanded)
+            values = shlex.split(assignment[2]) if assignment else []
+        except ValueError as error:
+            raise ConfigError(f"the command line cannot be split into words: {error}: {line.strip()[:80]}") from error
+        if assignment and len(values) < 2:
+            value = "".join(values)
+            if value and not re.search(r"\$\(|`", value):
+                variables[assignment[1]] = value
+        elif words:
+            found.append(words)
+    return found
+
+
+def up_to_operator(words: list[str]) -> list[str]:
+    """Return the words before the first that starts a pipe, a redirection, another command or a comment."""
+    return words[: next((i for i, word in enumerate(words) if OPERATOR.fullmatch(word)), len(words))]
