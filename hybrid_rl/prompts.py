@@ -15,6 +15,7 @@ from hybrid_rl.batch import Prompt
 from hybrid_rl.config import ConfigError, PromptsConfig, check
 from hybrid_rl.rewards.rules import import_reasoning_gym
 from hybrid_rl.tables import Message, Row, column_of, is_chat, read_rows
+from hybrid_rl.template import Template, load_template
 
 logger = logging.getLogger(__name__)
 
@@ -50,40 +51,50 @@ def load_rows(path: str, config: PromptsConfig, *, seed: int, num_rows: int | No
     return rows
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, row: Row, config: PromptsConfig, *, prompt_id: int = 0) -> Prompt:
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    row: Row,
+    config: PromptsConfig,
+    *,
+    prompt_id: int = 0,
+    template: Template | None = None,
+) -> Prompt:
     """Return a row as the prompt that the engine receives and the trainer trains on.
 
-    Text is tokenised the tokenizer's own way, chat messages through its chat template up to the start of the response.
-    A BOS that both the template and the tokenizer would add stands there once.
+    Text is tokenised the tokenizer's own way, chat messages through its chat template or that of `template_path`, up to
+    the start of the response. A BOS that both the template and the tokenizer would add stands there once.
 
     Args:
         row: `prompt_column` is text or chat messages; `answer_column` may be missing; all others become metadata.
         prompt_id: row number in the data set.
+        template: what `template_path` holds; None reads it.
     Raises:
         ConfigError: names the row, when it gives no token or its chat cannot be rendered.
     """
     where = f"row {prompt_id}"
     value = _prompt_of(row, config, where)
+    if template is None:
+        template = load_template(config.template_path, tokenizer)
     if isinstance(value, str) and not config.chat:
-        check(
-            config.system_message is None,
-            f"prompts.system_message is set but {where} is text: give chat messages or prompts.chat = true",
-        )
+        _check_plain(config, template, where)
         text, token_ids = value, list(tokenizer(value)["input_ids"])
     else:
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-        text = _render_chat(tokenizer, messages, config, where)
+        text = _render_chat(tokenizer, messages, config, template, where)
         token_ids = _added_bos(tokenizer) + tokenizer(text, add_special_tokens=False)["input_ids"]
     while tokenizer.bos_token_id is not None and token_ids[:2] == [tokenizer.bos_token_id] * 2:
         token_ids = token_ids[1:]
     check(bool(token_ids), f"{where}: its prompt {text!r} gives no tokens")
+    metadata = {name: v for name, v in row.items() if name not in (config.prompt_column, config.answer_column)}
+    if template.response_format_tags:
+        metadata["response_format_tags"] = template.response_format_tags
 
     return Prompt(
         prompt_id=prompt_id,
         text=text,
         token_ids=token_ids,
         answer=_answer_of(row, config, where) if config.answer_column in row else None,
-        metadata={name: v for name, v in row.items() if name not in (config.prompt_column, config.answer_column)},
+        metadata=metadata,
     )
 
 
@@ -98,7 +109,10 @@ def load_prompts(
         ConfigError: as `load_rows` and `encode_prompt`; a prompt is too long and `overlong` is error; none is left.
     """
     rows = load_rows(path, config, seed=seed, num_rows=num_rows)
-    prompts = [encode_prompt(tokenizer, row, config, prompt_id=number) for number, row in enumerate(rows)]
+    template = load_template(config.template_path, tokenizer)
+    prompts = [
+        encode_prompt(tokenizer, row, config, prompt_id=number, template=template) for number, row in enumerate(rows)
+    ]
     kept = [p for p in prompts if len(p.token_ids) <= config.max_prompt_tokens]
     if len(kept) == len(prompts):
         return kept
@@ -213,22 +227,43 @@ def _answer_of(row: Row, config: PromptsConfig, where: str) -> str | None:
     return None if value is None else str(value)
 
 
-def _render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message], config: PromptsConfig, where: str) -> str:
+def _check_plain(config: PromptsConfig, template: Template, where: str) -> None:
+    """Refuse settings that only a chat prompt can follow."""
+    for value, name in (
+        (config.system_message, "prompts.system_message"),
+        (template.system_message, f"system_message in prompts.template_path = {config.template_path}"),
+        (template.chat_template, f"chat_template in prompts.template_path = {config.template_path}"),
+    ):
+        check(value is None, f"{name} is set but {where} is text: give chat messages or prompts.chat = true")
+
+
+def _render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], config: PromptsConfig, template: Template, where: str
+) -> str:
+    chat_template = template.chat_template or tokenizer.chat_template
     check(
-        bool(tokenizer.chat_template),
+        bool(chat_template),
         f"{where} is a chat prompt but the tokenizer {tokenizer.name_or_path!r} has no chat template: "
-        "give text prompts with prompts.chat = false, or a tokenizer that has one",
+        "give text prompts with prompts.chat = false, a tokenizer that has one, or prompts.template_path",
     )
-    if config.system_message is not None:
+    check(
+        None in (config.system_message, template.system_message),
+        f"prompts.system_message is set, and another one in prompts.template_path = {config.template_path}: drop one",
+    )
+    source = "system_message" if config.system_message is not None else "template_path"
+    system_message = config.system_message if config.system_message is not None else template.system_message
+    if system_message is not None:
         check(
             messages[0]["role"] != "system",
-            f"prompts.system_message is set but {where} starts with a system message of its own: drop one of them",
+            f"prompts.{source} is set but {where} starts with a system message of its own: drop one of them",
         )
-        messages = [{"role": "system", "content": config.system_message}, *messages]
+        messages = [{"role": "system", "content": system_message}, *messages]
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(
+            messages, chat_template=chat_template, tokenize=False, add_generation_prompt=True
+        )
     except jinja2.TemplateError as error:
-        raise ConfigError(f"{where}: the tokenizer's chat template refuses its messages: {error}") from error
+        raise ConfigError(f"{where}: the chat template refuses its messages: {error}") from error
 
 
 def _added_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:

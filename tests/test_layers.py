@@ -15,7 +15,7 @@ STEPS = 3  # the layer whose modules never import each other: data passes throug
 LAYERS = [
     {"config", "validate", "batch", "bucket", "metrics", "progress", "distributed", "memory", "planner"},
     {"advantage", "correction", "loss"},
-    {"models", "packed", "attention", "lora", "engines", "rewards", "tables"},
+    {"models", "packed", "attention", "lora", "engines", "rewards", "tables", "template"},
     {"prompts", "rollout", "judge", "score", "update", "sync", "checkpoint", "average", "ptx", "demo", "record"},
     {"build", "stages", "trainer"},
     {"__main__"},

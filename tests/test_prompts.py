@@ -227,7 +227,7 @@ def test_chat_ends_where_the_response_begins():
             TEMPLATE,
             "system message of its own",
         ),
-        (CHAT, {}, "{{ raise_exception('no users') }}", "row 5: the tokenizer's chat template refuses .*: no users"),
+        (CHAT, {}, "{{ raise_exception('no users') }}", "row 5: the chat template refuses .*: no users"),
     ],
 )
 def test_rows_that_cannot_be_encoded_are_named(prompt, settings, template, message):

@@ -123,6 +123,42 @@ def num_children():
         ("last_number", "7", "7 x2", 1),
         ("last_number", "7", "9" * 5000, 0),
         ("last_number", "two plus 16\n#### 18", "18", 1),
+        ("gsm8k", "two plus 16\n#### 18", "16 + 2 = 18", 1),
+        ("gsm8k", "#### 1,800", "<answer>$1800</answer>", 1),
+        ("gsm8k", "#### 18", "18 <answer>17</answer> 18", 0),
+        ("gsm8k", "#### 18", "<answer>17</answer> no, <answer>it is\n18</answer>", 1),
+        ("gsm8k", "#### 18", "18 <answer>eighteen</answer>", 0),
+        ("gsm8k", "#### 18", "<answer>18", 1),
+        ("gsm8k", "#### 18", r"so \boxed{18}, checked in 2 ways", 1),
+        ("gsm8k", "#### 18", r"18 is \boxed{17}", 0),
+        ("gsm8k", "#### 18", r"\boxed{17} \boxed{\text{18}} done", 1),
+        ("gsm8k", "#### 18", r"\boxed{18 and on, 19", 0),
+        ("math", "1/2", r"so \boxed{\frac{1}{2}}", 1),
+        ("math", r"$\frac{1}{2}$", "The answer is 0.5", 1),
+        ("math", r"\frac{1}{3}", r"\boxed{0.3}", 0),
+        ("math", "x^2 + 2x + 1", r"\boxed{(x+1)^2}", 1),
+        ("math", r"the root is \boxed{2\sqrt{3}}", r"$\sqrt{12}$", 1),
+        ("math", r"\{1, 2\}", r"\boxed{\{2, 1\}}", 1),
+        ("math", "(1, 2]", r"\boxed{(1, 2]}", 1),
+        ("math", "(1, 2]", r"\boxed{[1, 2]}", 0),
+        ("math", "7", r"first \boxed{3}, at last \boxed{7}", 1),
+        ("math", "3", r"first \boxed{3}, at last \boxed{7}", 0),
+        ("math", "7", "7 is not 8", 0),
+        ("math", "16 + 2\n#### 18", "16 and 2 make 18.", 1),
+        ("math", "7", "no number at all", 0),
+        ("math", "7", "", 0),
+        ("math", "7", r"\boxed{" + "9" * 5000 + "}", 0),
+        ("think_format", "7", " <think>a\nb</think>\n<answer>7</answer>\n", 1),
+        ("think_format", "7", "<think></think><answer></answer>", 1),
+        ("think_format", "7", "<think>a</think><answer>7</answer> and more", 0),
+        ("think_format", "7", "well, <think>a</think><answer>7</answer>", 0),
+        ("think_format", "7", "<think>a</think> so <answer>7</answer>", 0),
+        ("think_format", "7", "<answer>7</answer><think>a</think>", 0),
+        ("think_format", "7", "<think>a</think><answer>7</answer><answer>8</answer>", 0),
+        ("think_format", "7", "<think><think>a</think><answer>7</answer>", 0),
+        ("think_format", "7", "<think>a<answer>7</think></answer>", 0),
+        ("think_format", "7", "a</think><answer>7</answer>", 0),
+        ("think_format", "7", "7", 0),
     ],
 )
 def test_rules(name, answer, response, expected):
@@ -136,7 +172,21 @@ def test_answer_that_is_no_number_is_an_error_and_never_right(answer):
         FUNCTIONS["last_number"](make_rollouts(answer=answer)[0].prompt, answer)
 
 
-@pytest.mark.parametrize("name", ["exact_match", "last_number"])
+@pytest.mark.parametrize("answer", ["", "$$", r"\boxed{}", "16 + 2\n####"])
+def test_answer_that_is_no_expression_is_an_error(answer):
+    with pytest.raises(ValueError, match="is no mathematical expression"):
+        FUNCTIONS["math"](make_rollouts(answer=answer)[0].prompt, "7")
+
+
+def test_format_tags_come_from_the_conversation_template():
+    texts = {"think_start": "[", "think_end": "]", "answer_start": "(", "answer_end": ")"}
+    tags = {name: {"text": text, "num_occur": int(name != "think_start")} for name, text in texts.items()}
+    prompt = make_rollouts(response_format_tags=tags)[0].prompt
+    responses = ["a.*] (7)", "](7)", "[a](7)", "a(7)", "a]b(7)", "a](7).", "<think>a</think><answer>7</answer>"]
+    assert [FUNCTIONS["think_format"](prompt, response) for response in responses] == [1, 1, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["exact_match", "last_number", "gsm8k", "math"])
 def test_missing_answer_is_an_error(name):
     with pytest.raises(ValueError, match=r"no answer: set prompts\.answer_column"):
         FUNCTIONS[name](make_rollouts(answer=None)[0].prompt, "7")
@@ -159,7 +209,7 @@ def test_names_that_cannot_be_loaded_are_explained(scorers, tmp_path):
     (tmp_path / "broken.py").write_text("import no_such_module")
     (tmp_path / "quits.py").write_text("exit()")
     for name, message in {
-        "exact": r"'exact' is unknown; give one of exact_match, last_number, reasoning_gym, or path\.py:function",
+        "exact": r"'exact' is unknown; give one of exact_match, last_number, .*, reasoning_gym, or path\.py:function",
         "absent.py:f": "there is no file .*absent.py",
         "scorers.py:absent": "scorers.py defines no function 'absent'",
         "scorers.py:SCORERS": "defines no function",
@@ -240,6 +290,22 @@ def test_one_bad_sample_costs_its_limit_and_the_others_count(scorers):
         assert "prompt_id 3" in result.failures[0]
         assert pool.score(make_rollouts(3)).scores == [1, 1, 1]
     assert time.monotonic() - start < 10
+
+
+def test_math_in_a_scorer_process_gives_up_on_a_tower_of_powers():
+    """math-verify's own alarm ends it after 2 s, and the next response has the whole time again."""
+    rollouts = make_rollouts(3, text=r"\boxed{7}")
+    rollouts[1] = make_rollouts(text=r"\boxed{9^{9^{9^{9}}}}")[0]
+    with make_pool(["math"], timeout_s=8, on_error="raise") as pool:
+        assert pool.score(rollouts).scores == [1, 0, 1]
+
+
+def test_time_limit_kills_math_before_its_own_alarm():
+    rollouts = [*make_rollouts(text=r"\boxed{9^{9^{9^{9}}}}"), *make_rollouts(text="7")]
+    with make_pool(["math"], timeout_s=1) as pool:
+        result = pool.score(rollouts)
+    assert result.scores == [0, 1] and result.num_failed == 1
+    assert "took longer than reward.timeout_s = 1" in result.failures[0]
 
 
 @pytest.mark.parametrize("name", ["prints", "alarm", "forgotten_alarm"])

@@ -15,7 +15,7 @@ def reencode(
     """Return the rollouts with the token ids that a reward model with its own tokenizer reads.
 
     It reads the prompt's text and the response's text in one piece, as text it was trained on: no token boundary is
-    forced between them, and a token that spans both counts as the response's. What stands around the text:
+    forced between them, and a token that spans both counts as the response's, unless it is the first of all.
 
     - In front is what `tokenizer` itself puts there (its BOS, or nothing), once; a BOS of the actor at the start of the
       prompt's text is left out.
@@ -47,6 +47,7 @@ def _reencode_one(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, actor_bo
         (i for i, (a, b) in enumerate(zip(prompt_ids, token_ids, strict=False)) if a != b),
         min(len(prompt_ids), len(token_ids)),
     )
+    shared = max(shared, 1)  # a token that spans the whole prompt stays its own: something must predict the next
     return replace(
         rollout,
         prompt=replace(rollout.prompt, token_ids=token_ids[:shared]),

@@ -1,7 +1,7 @@
 """Rewards from HTTP services that speak the protocol of OpenRLHF's remote reward models.
 
-A request is a POST of `{"query": [prompt + response], "prompts": [...], "responses": [...], "labels": [answer or null]}`,
-its answer `{"rewards": [number per response]}`, or the same under `scores`.
+A request is a POST of `{"query": [prompt + response], "prompts": [...], "responses": [...], "labels": [answer, null]}`.
+Its answer is `{"rewards": [number per response]}`, or the same under `scores`.
 """
 
 import math
