@@ -27,9 +27,7 @@ def collect_rollouts(
     step: int,
 ) -> list[Rollout]:
     """Return `group_size` sampled responses per prompt, the responses of a prompt next to each other."""
-    sampling = Sampling(
-        temperature=config.temperature, max_tokens=config.max_response_tokens, stop_token_ids=tuple(stop_token_ids)
-    )
+    sampling = _sampling(config, config.temperature, stop_token_ids)
     repeated = [prompt for prompt in prompts for _ in range(config.group_size)]
     sequence_ids = [p.prompt_id * config.group_size + k for p in prompts for k in range(config.group_size)]
     seeds = [request_seed(run_seed, step, i) for i in sequence_ids] if config.seed_per_request else None
@@ -48,9 +46,37 @@ def generate_greedy(
     stop_token_ids: Sequence[int],
 ) -> list[Rollout]:
     """Return the most likely response to each prompt, for evaluation; without log-probs."""
-    sampling = Sampling(temperature=0.0, max_tokens=config.max_response_tokens, stop_token_ids=tuple(stop_token_ids))
+    sampling = _sampling(config, 0.0, stop_token_ids)
     generations = engine.generate([p.token_ids for p in prompts], sampling, None)
     return _rollouts(prompts, [p.prompt_id for p in prompts], generations, tokenizer)
+
+
+def evaluation_sums(responses: Sequence[Rollout], scores: Sequence[float], num_samples: int) -> dict[str, float]:
+    """Return sums over prompts: accuracy (pass@1: the share of right responses), pass@k, mean score and length.
+
+    Args:
+        responses: num_samples per prompt, next to each other.
+        scores: one each; right is a score of at least 1.
+    """
+    right = [score >= 1 for score in scores]
+    sums = {
+        "accuracy": sum(right) / num_samples,
+        "eval/score": sum(scores) / num_samples,
+        "eval/response_length": sum(len(r.response_ids) for r in responses) / num_samples,
+    }
+    if num_samples > 1:
+        groups = [right[i : i + num_samples] for i in range(0, len(right), num_samples)]
+        sums[f"eval/pass@{num_samples}"] = float(sum(any(group) for group in groups))
+    return sums
+
+
+def _sampling(config: RolloutConfig, temperature: float, stop_token_ids: Sequence[int]) -> Sampling:
+    return Sampling(
+        temperature=temperature,
+        max_tokens=config.max_response_tokens,
+        stop_token_ids=tuple(stop_token_ids),
+        stop_strings=tuple(config.stop_strings),
+    )
 
 
 def _rollouts(

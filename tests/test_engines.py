@@ -23,7 +23,7 @@ from hybrid_rl.engines import Sampling
 from hybrid_rl.engines.deepspeed import TrainEngine, lr_factor
 from hybrid_rl.engines.hf import HfEngine
 from hybrid_rl.engines.vllm import remove_shared_memory
-from hybrid_rl.models import Actor, load_actor, packed_inputs
+from hybrid_rl.models import Actor, load_actor, load_tokenizer, packed_inputs
 
 CPU = torch.device("cpu")
 STAGES = [0, 1, 2, 3]
@@ -343,6 +343,32 @@ def test_a_stop_at_the_limit_is_not_truncated(engine):
     generations = engine.generate(prompts, one, list(range(60)))
     assert {g.is_truncated for g in generations} == {True, False}
     assert all(g.is_truncated == (g.token_ids[0] >= 19) for g in generations)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(engine, tiny, temperature):
+    """The engine goes on as without stop strings, but no further than the first one, be it a special token."""
+    tokenizer = load_tokenizer(str(tiny / "policy"))
+    prompts, seeds = [PROMPTS[i % 5] for i in range(30)], list(range(30))
+    free = Sampling(temperature=temperature, max_tokens=12, stop_token_ids=())
+    whole = engine.generate(prompts, free, seeds)
+    strings = (tokenizer.decode(whole[0].token_ids[3:5]), tokenizer.decode(whole[1].token_ids[5:8]), "<eos>")
+    found = engine.generate(prompts, replace(free, stop_strings=strings), seeds)
+    for generation, full in zip(found, whole, strict=True):
+        ids = generation.token_ids
+        assert ids == full.token_ids[: len(ids)] and generation.logprobs == full.logprobs[: len(generation.logprobs)]
+        assert len(generation.logprobs) == (len(ids) if temperature else 0)
+        is_stopped = any(string in tokenizer.decode(ids) for string in strings)
+        assert not any(string in tokenizer.decode(ids[:-1]) for string in strings)
+        assert generation.is_truncated == (not is_stopped) and (is_stopped or len(ids) == 12)
+    assert {g.is_truncated for g in found} == {True, False}
+    assert temperature == 0 or any(g.token_ids[-1] == 0 for g in found)
+
+
+def test_a_stop_string_in_the_prompt_ends_nothing(engine, tiny):
+    tokenizer = load_tokenizer(str(tiny / "policy"))
+    sampling = Sampling(temperature=0.0, max_tokens=1, stop_token_ids=(), stop_strings=(tokenizer.decode(PROMPTS[0]),))
+    assert engine.generate(PROMPTS[:1], sampling, None)[0].is_truncated
 
 
 def test_no_prompts_give_no_generations(engine):

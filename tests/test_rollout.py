@@ -1,5 +1,6 @@
 """Seeds of requests, and rollouts from transformers' own generation."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,21 @@ def test_request_seeds_are_distinct_repeatable_and_fit():
     assert all(0 <= seed < 2**32 for seed in seeds.values())
     assert seeds == {place: request_seed(*place) for place in places}
     assert request_seed(1, 1, 12) != request_seed(1, 11, 2) != request_seed(11, 1, 2)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_stop_strings_of_the_settings_end_responses_and_stay_in_their_text(engine, tokenizer, prompts, greedy):
+    def generate(config):
+        if greedy:
+            return generate_greedy(prompts, engine, tokenizer, config, stop_token_ids=[0])
+        return collect(prompts, engine, tokenizer, config=config)
+
+    free = generate(CONFIG)
+    string = free[0].text[:3]  # two characters and the space that the tokenizer puts between them
+    stopped = generate(replace(CONFIG, stop_strings=[string]))
+    assert stopped[0].text == string and stopped[0].response_ids == free[0].response_ids[:2]
+    for before, after in zip(free, stopped, strict=True):
+        assert after == before if string not in before.text else after.text.endswith(string) and not after.is_truncated
 
 
 def test_rollouts_are_grouped_and_numbered(engine, tokenizer, prompts):

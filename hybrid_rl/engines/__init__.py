@@ -23,6 +23,8 @@ class Sampling:
     max_tokens: int
     stop_token_ids: tuple[int, ...]
     """Sampling one ends the response and keeps the token."""
+    stop_strings: tuple[str, ...] = ()
+    """The token that completes one in the response's text, special tokens included, ends the response and is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)

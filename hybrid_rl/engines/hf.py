@@ -1,14 +1,15 @@
 """Transformers' own generate as a rollout engine: the oracle of the tests, and the baseline that vLLM must beat."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerBase
 
 from hybrid_rl.bucket import Slot, checksum, open_shared
 from hybrid_rl.engines import Generation, Region, Sampling
-from hybrid_rl.models import dense_attention
+from hybrid_rl.models import dense_attention, load_tokenizer
 
 
 class HfEngine:
@@ -20,6 +21,7 @@ class HfEngine:
         self._model.to(device).requires_grad_(False).eval()
         self._parameters = dict(self._model.named_parameters())
         self._device = device
+        self._folder = model
         self._weights_valid = False
         self._received: set[str] = set()
         self.weights_version = 0
@@ -57,7 +59,7 @@ class HfEngine:
             tokens.append(token)
             logprobs.append(scaled.gather(-1, token[:, None]).squeeze(-1))
             lengths += ~is_done
-            is_done = is_done | torch.isin(token, stops)
+            is_done = is_done | torch.isin(token, stops) | self._has_stop_string(tokens, sampling.stop_strings)
             if is_done.all():
                 break
             input_ids = token[:, None]
@@ -67,6 +69,18 @@ class HfEngine:
             Generation(token_ids=ids[:n], logprobs=[] if greedy else values[:n], is_truncated=not done)
             for ids, values, n, done in zip(columns, rows, lengths.tolist(), is_done.tolist(), strict=True)
         ]
+
+    def _has_stop_string(self, tokens: Sequence[Tensor], stop_strings: Sequence[str]) -> Tensor:
+        """Return, [S] bool, whether the text of each row of the tokens so far (each [S]) contains a stop string."""
+        if not stop_strings:
+            return torch.zeros(len(tokens[0]), dtype=torch.bool, device=self._device)
+        texts = [self._tokenizer.decode(ids) for ids in torch.stack(list(tokens), 1).tolist()]
+        found = [any(string in text for string in stop_strings) for text in texts]
+        return torch.tensor(found, device=self._device)
+
+    @functools.cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self._folder)
 
     @staticmethod
     def _sample(probabilities: Tensor, generators: Sequence[torch.Generator | None]) -> Tensor:

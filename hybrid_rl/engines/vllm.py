@@ -79,7 +79,7 @@ class VllmEngine:
             self._vllm = vllm
             arguments: dict[str, Any] = {
                 "model": model,
-                "skip_tokenizer_init": True,
+                "skip_tokenizer_init": not config.stop_strings,
                 "dtype": str(dtype).removeprefix("torch."),
                 "load_format": "dummy",
                 "max_model_len": max_model_len,
@@ -100,6 +100,7 @@ class VllmEngine:
         self.weights_version = 0
         self._weights_valid = False
         self._can_sleep = can_sleep
+        self._has_tokenizer = bool(config.stop_strings)
         self._awake = set(_TAGS)
         self._has_flat_logprobs = "flat_logprobs" in inspect.signature(vllm.SamplingParams).parameters
 
@@ -136,9 +137,25 @@ class VllmEngine:
             ignore_eos=True,  # stop_token_ids names every EOS; the engine must not know others
             logprobs=None if greedy else 0,  # 0: of the sampled token alone
             seed=None if greedy else seed,
-            detokenize=False,
+            **self._stop_params(sampling),
             **extra,
         )
+
+    def _stop_params(self, sampling: Sampling) -> dict[str, Any]:
+        """Return how the engine's own text is made, of which only stop strings have need."""
+        if not sampling.stop_strings:
+            return {"detokenize": False}
+        if not self._has_tokenizer:
+            raise RuntimeError(
+                f"generate: stop strings {list(sampling.stop_strings)}, but the engine started without a tokenizer "
+                "because rollout.stop_strings was empty"
+            )
+        return {
+            "detokenize": True,
+            "skip_special_tokens": False,
+            "stop": list(sampling.stop_strings),
+            "include_stop_str_in_output": True,
+        }
 
     def _generation(self, output: Any, sampling: Sampling) -> Generation:
         token_ids = list(output.token_ids)
