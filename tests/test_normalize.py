@@ -43,6 +43,12 @@ def test_without_a_spread_rewards_become_0_and_stay_finite(value):
     assert normalizer.apply(rewards).abs().max() < 1e-6
 
 
+def test_rounding_gives_no_spread_below_0():
+    normalizer = RunningNormalizer()
+    normalizer.update(1, 0.1, 0.01)  # 0.1 * 0.1 is above 0.01 in float64
+    assert normalizer.std == 0
+
+
 def test_state_continues_the_same():
     batches = torch.arange(12.0).view(3, 4).square()
     whole, first, second = RunningNormalizer(), RunningNormalizer(), RunningNormalizer()

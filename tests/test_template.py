@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_rl.config import ConfigError, PromptsConfig
@@ -27,7 +27,9 @@ TAGS = {
 def make_tokenizer():
     words = ["</s>", "<unk>", "<|end|>", "say", "user", "assistant", "system", "be", "brief", "own", "[", "]", "7"]
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    # Words and signs; a line break is a token of its own.
+    splits = [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.Split(Regex(r"\w+|\n|[^\w\s]"), "isolated")]
+    core.pre_tokenizer = pre_tokenizers.Sequence(splits)
     core.add_special_tokens(["<|end|>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", unk_token="<unk>")
     tokenizer.chat_template = OWN
