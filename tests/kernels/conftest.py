@@ -1,0 +1,38 @@
+"""Tests of Triton kernels run in Triton's interpreter, which a process chooses once: each file in one of its own.
+
+To run a single one of their tests: TRITON_INTERPRET=1 python -m pytest tests/kernels/test_gae.py -k name
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+INTERPRETED = {"test_logprobs.py", "test_token_loss.py", "test_gae.py"}
+
+
+class InterpretedFile(pytest.File):
+    """A file whose tests are one test here."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        yield InterpretedTests.from_parent(self, name="in_the_interpreter")
+
+
+class InterpretedTests(pytest.Item):
+    """Runs all tests of a file in the interpreter."""
+
+    def runtest(self) -> None:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(self.path)]
+        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, cwd=self.config.rootpath, capture_output=True, text=True)
+        if done.returncode:
+            pytest.fail(done.stdout + done.stderr, pytrace=False)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    if module_path.name in INTERPRETED and os.environ.get("TRITON_INTERPRET") != "1":
+        return InterpretedFile.from_parent(parent, path=module_path)
+    return None
