@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
+import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -53,16 +54,29 @@ STATE_BYTES = 16 * MIB
 FUSED_MAX_HIDDEN = 3072
 """Above it the product takes so long that writing and reading logits hardly shows, and cuBLAS multiplies faster."""
 
+FUSED_SHARED_BYTES = 216 * 1024
+"""What the largest tiles need of a multiprocessor's shared memory."""
+
 CHUNK_ROWS, CHUNK_COLUMNS = 4096, 2048
 """Logits of the chunked path: 32 MiB, of the 50 MB of L2."""
 ROW_TILE = (4, 1024)
 """Rows and columns of hybrid_rl_row_kernel's tile."""
 
 
-def choose_path(num_rows: int, num_hidden: int, num_columns: int) -> Path:
-    """Return the faster path, by profiling/bench_kernels.py. Rows for `fused` must be multiples of 16 bytes."""
+def choose_path(num_rows: int, num_hidden: int, num_columns: int, device: torch.device) -> Path:
+    """Return the faster path, by profiling/bench_kernels.py, of those that a device can run."""
     del num_rows, num_columns  # neither has decided anything yet
-    return "fused" if num_hidden % 8 == 0 and num_hidden <= FUSED_MAX_HIDDEN else "chunked"
+    is_aligned = num_hidden % 8 == 0  # rows of 16-bit numbers in multiples of 16 bytes
+    return "fused" if is_aligned and num_hidden <= FUSED_MAX_HIDDEN and _has_room(device) else "chunked"
+
+
+@cache
+def _has_room(device: torch.device) -> bool:
+    """Whether the tiles fit into shared memory, as on Hopper; the interpreter has no limit."""
+    if device.type != "cuda":
+        return True
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    return properties["max_shared_mem"] >= FUSED_SHARED_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)

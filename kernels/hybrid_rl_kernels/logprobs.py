@@ -43,8 +43,8 @@ def fused_logprobs(
     """
     check_head_shapes(hidden, weight, targets, bias)
     transform = LogitTransform(temperature=temperature, logit_scale=logit_scale, softcap=softcap)
-    hidden = hidden.to(weight.dtype)
-    path = path or choose_path(len(hidden), hidden.shape[1], len(weight))
+    hidden = hidden.to(weight.dtype).contiguous()
+    path = path or choose_path(len(hidden), hidden.shape[1], len(weight), hidden.device)
     return _FusedLogprobs.apply(hidden, weight, bias, targets, transform, path)
 
 

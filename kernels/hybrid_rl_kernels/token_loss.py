@@ -8,7 +8,8 @@ gradients follow from what the pass has kept of the logits,
 
 The gradient of the logits of a row is one number times its numerators, but at the target, so instead of the [n, V]
 matrix that number scales hidden [n, H], before and after the products. No exponent overflows up to a target of 2^-60
-of the largest share; rows beyond, and all rows where the entropy has a gradient or logits are capped, are rewritten.
+of the largest share; rows beyond, and all rows where the entropy has a gradient or logits are capped, are rewritten,
+which costs a read and a write of their numerators.
 
 Shape letters: N tokens, n tokens of one block, H hidden, V vocabulary.
 """
@@ -46,7 +47,7 @@ def token_loss(
     path: Path | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what hybrid_rl_kernels.token_loss_one_pass does, for bfloat16 (or float32) with gradients."""
-    path = path or passes.choose_path(len(hidden), hidden.shape[1], len(weight))
+    path = path or passes.choose_path(len(hidden), hidden.shape[1], len(weight), hidden.device)
     return _TokenLoss.apply(hidden, weight, bias, targets, transform, loss_of_logprobs, path)
 
 
