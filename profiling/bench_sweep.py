@@ -15,30 +15,34 @@ from hybrid_rl_kernels.logit_passes import MIB, Tiles, Work
 
 
 def _tiles(text: str) -> Tiles:
-    """Return tiles from `rows columns k warps stages programs_per_sm group flat`."""
-    rows, columns, k, warps, stages, programs, group, flat = map(int, text.split())
+    """Return tiles from `rows columns k warps stages programs_per_sm group flat max_registers`, 0 for no bound."""
+    rows, columns, k, warps, stages, programs, group, flat, registers = map(int, text.split())
     return Tiles(rows=rows, columns=columns, k=k, num_warps=warps, num_stages=stages, programs_per_sm=programs,
-                 group=group, is_flat=bool(flat))  # fmt: skip
+                 group=group, is_flat=bool(flat), max_registers=registers or None)  # fmt: skip
 
 
 CANDIDATES = [
-    "128 256 64 8 3 1 16 1",
-    "128 256 64 8 3 1 16 0",
-    "128 256 64 8 4 1 16 1",
-    "128 256 64 8 4 1 16 0",
-    "128 256 64 8 3 1 8 1",
-    "128 256 64 8 3 1 32 1",
-    "128 256 128 8 2 1 16 1",
-    "128 128 64 4 3 2 16 1",
-    "128 128 64 4 3 2 16 0",
-    "128 128 64 4 2 2 16 0",
-    "128 128 64 4 3 2 32 0",
-    "128 128 64 8 4 1 16 1",
-    "256 128 64 8 3 1 16 1",
-    "256 128 64 8 3 1 8 0",
-    "64 256 64 4 4 1 16 1",
+    "128 256 64 8 3 1 16 1 0",
+    "128 256 64 8 3 1 16 0 0",
+    "128 256 64 8 4 1 16 1 0",
+    "128 256 64 8 4 1 16 0 0",
+    "128 256 64 8 3 1 8 1 0",
+    "128 256 64 8 3 1 32 1 0",
+    "128 256 128 8 2 1 16 1 0",
+    "128 128 64 4 3 2 16 1 0",
+    "128 128 64 4 3 2 16 0 0",
+    "128 128 64 4 2 2 16 0 0",
+    "128 128 64 4 3 2 32 0 0",
+    "128 128 64 8 4 1 16 1 0",
+    "256 128 64 8 3 1 16 1 0",
+    "256 128 64 8 3 1 8 0 0",
+    "64 256 64 4 4 1 16 1 0",
+    "128 128 64 8 3 2 16 1 128",
+    "128 128 64 8 3 2 16 0 128",
+    "128 128 64 8 2 2 16 1 128",
+    "128 128 64 8 2 2 16 0 128",
 ]
-TINY = ["16 16 16 1 1 1 2 0", "16 32 16 1 1 1 1 0"]
+TINY = ["16 16 16 1 1 1 2 0 0", "16 32 16 1 1 1 1 0 0"]
 CHUNKS = [(2048, 2048), (4096, 2048), (4096, 4096), (8192, 2048), (2048, 4096), (1024, 8192)]
 MODES = {
     "STATS_TILES": logprob_kernels.STATS,

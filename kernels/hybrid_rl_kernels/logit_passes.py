@@ -37,6 +37,8 @@ class Tiles:
     num_warps: int
     num_stages: int
     programs_per_sm: int = 1
+    max_registers: int | None = None
+    """Of a thread; 65,536 are shared by all programs on a multiprocessor."""
     group: int = 16
     """Row tiles that walk the vocabulary together."""
     is_flat: bool = True
@@ -209,6 +211,7 @@ def _fused(work: Work) -> Tensor:
         BLOCK_K=tiles.k,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **({} if tiles.max_registers is None else {"maxnreg": tiles.max_registers}),
         **work.flags,
     )
     return state
