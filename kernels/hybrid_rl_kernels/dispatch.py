@@ -192,10 +192,8 @@ def whiten(x: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
 
 
 def _scan_module(*tensors: Tensor) -> Any:
-    """Return the module whose scan takes these tensors."""
-    if _SETTING == "reference" or any(not x.is_cuda for x in tensors):
-        return gae_reference
-    if any(x.is_floating_point() and x.dtype == torch.float64 for x in tensors) and tensors[0].dim() > 1:
+    """Return the module whose scan takes these tensors: that of Triton on a GPU, which computes in float32."""
+    if _SETTING == "reference" or any(not x.is_cuda or x.dtype == torch.float64 for x in tensors):
         return gae_reference
     from hybrid_rl_kernels import gae_kernels  # a CPU needs no Triton
 
