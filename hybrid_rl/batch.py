@@ -64,7 +64,9 @@ class TrainBatch:
     rollout_logprobs: Tensor
     """[B, T] float32."""
     rewards: Tensor | None = None
-    """[B] float32; the score of the response."""
+    """[B] float32; the score of the response, shaped."""
+    baselines: Tensor | None = None
+    """[B] float32; the reward of the prompt's greedy response, for ReMax."""
     old_logprobs: Tensor | None = None
     """[B, T] float32; the actor before this step's update."""
     ref_logprobs: Tensor | None = None
@@ -75,6 +77,10 @@ class TrainBatch:
     """[B, T] float32."""
     returns: Tensor | None = None
     """[B, T] float32; value targets."""
+    loss_mask: Tensor | None = None
+    """[B, T] bool; the tokens that the losses see, `response_mask` when None."""
+    loss_weights: Tensor | None = None
+    """[B, T] float32; constant factor on each token's policy loss, 1 when None."""
 
     def __len__(self) -> int:
         return len(self.sequences)

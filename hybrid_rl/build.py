@@ -2,20 +2,25 @@
 
 import functools
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl import checkpoint
-from hybrid_rl.batch import Prompt
+from hybrid_rl.advantage import KlController
+from hybrid_rl.average import HostAverage, MovingReference
+from hybrid_rl.batch import Prompt, Rollout, make_train_batch
 from hybrid_rl.config import Config, check
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import EngineTenant, RolloutEngine
 from hybrid_rl.engines.deepspeed import StatesTenant, TrainEngine
 from hybrid_rl.engines.start import start_engine
+from hybrid_rl.judge import RewardSources
 from hybrid_rl.memory import FrozenModule, MemoryManager, Phase, Resident
 from hybrid_rl.models import (
     PackedModel,
@@ -27,10 +32,26 @@ from hybrid_rl.models import (
     load_value_model,
 )
 from hybrid_rl.prompts import PromptLoader, load_prompts
+from hybrid_rl.ptx import PtxLoss, load_texts
 from hybrid_rl.record import Recorder
-from hybrid_rl.rewards import ScorerPool
+from hybrid_rl.rewards import RemoteScorer, RunningNormalizer, ScorerPool
+from hybrid_rl.rewards.reencode import reencode
+from hybrid_rl.score import Forward, Packing, sequence_values
 from hybrid_rl.sync import CopySync, WeightSync
+from hybrid_rl.template import load_template
 from hybrid_rl.update import num_optimizer_steps
+
+
+class Counter(Protocol):
+    """What a checkpoint keeps as plain values, the same on every rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what state_dict returned."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +65,10 @@ class Data:
     """This rank's share."""
     scorer: ScorerPool | None
     eval_scorer: ScorerPool | None
+    reward_tokenizer: PreTrainedTokenizerBase | None
+    """Of a reward model that reads other tokens than the actor's."""
+    ptx_texts: list[list[int]]
+    """Token ids of the language-model loss; empty when it is off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +83,39 @@ class Run:
     engine: RolloutEngine
     actor: TrainEngine
     critic: TrainEngine | None
-    reference: PackedModel | None
-    reward_model: PackedModel | None
+    reference: Forward | None
+    """A frozen model, or the actor without its adapter."""
+    sources: RewardSources
+    normalizer: RunningNormalizer | None
+    kl: KlController
+    average: HostAverage | None
+    ptx: PtxLoss | None
     sync: WeightSync
     steps_done: int
     """Steps that a checkpoint brought; 0 for a new run."""
+
+    @property
+    def counters(self) -> dict[str, Counter]:
+        """What a checkpoint keeps as plain values."""
+        found: dict[str, Counter | None] = {
+            "loader": self.data.loader,
+            "kl": self.kl,
+            "normalizer": self.normalizer,
+            "ptx": self.ptx,
+        }
+        return {name: part for name, part in found.items() if part is not None}
+
+    @property
+    def saved(self) -> dict[str, checkpoint.Saved]:
+        """What a checkpoint keeps in files."""
+        moving = self.reference if isinstance(self.reference, MovingReference) else None
+        found: dict[str, checkpoint.Saved | None] = {
+            "actor": self.actor,
+            "critic": self.critic,
+            "average": self.average,
+            "reference": moving,
+        }
+        return {name: part for name, part in found.items() if part is not None}
 
     def close(self) -> None:
         """End the processes that belong to the run."""
@@ -81,6 +134,9 @@ def load_data(config: Config, world: World) -> Data:
     """
     check_models(config)
     tokenizer = load_tokenizer(config.models.actor)
+    template = load_template(config.prompts.template_path, tokenizer)
+    if template.chat_template is not None:
+        tokenizer.chat_template = template.chat_template  # texts of ptx and the exported tokenizer follow it too
     prompts = load_prompts(config.prompts.path, tokenizer, config.prompts, seed=config.run.seed)
     eval_prompts: list[Prompt] = []
     if config.prompts.eval_path and config.run.eval_every_steps:
@@ -91,7 +147,9 @@ def load_data(config: Config, world: World) -> Data:
     make_scorer = functools.partial(ScorerPool, timeout_s=reward.timeout_s, num_workers=reward.num_workers)
     return Data(
         tokenizer=tokenizer,
-        stop_token_ids=sorted({*eos_token_ids(config.models.actor, tokenizer), *config.rollout.stop_token_ids}),
+        stop_token_ids=sorted(
+            {*eos_token_ids(config.models.actor, tokenizer), *config.rollout.stop_token_ids, *template.stop_token_ids}
+        ),
         loader=PromptLoader(
             prompts,
             batch_size=config.rollout.rollout_batch_size,
@@ -103,7 +161,17 @@ def load_data(config: Config, world: World) -> Data:
         eval_prompts=eval_prompts[world.rank :: world.size],
         scorer=make_scorer(reward.functions, reward.weights, on_error=reward.on_error) if reward.functions else None,
         eval_scorer=make_scorer([config.run.eval_function], on_error="zero") if eval_prompts else None,
+        reward_tokenizer=_other_tokenizer(config, tokenizer),
+        ptx_texts=load_texts(config.ptx, tokenizer) if config.ptx.path else [],
     )
+
+
+def _other_tokenizer(config: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
+    """Return the reward model's tokenizer where it is not the actor's."""
+    if config.models.reward is None:
+        return None
+    other = load_tokenizer(config.models.reward)
+    return None if other.get_vocab() == tokenizer.get_vocab() else other
 
 
 def find_checkpoint(config: Config, world: World) -> Path | None:
@@ -128,6 +196,7 @@ class Builder:
     ) -> None:
         self._config = config
         self._world = world
+        self._data = data
         self._memory = memory
         self._resume_from = resume_from
         self._is_swapping = config.memory.swap == "deepspeed" and world.device.type == "cuda"
@@ -157,14 +226,62 @@ class Builder:
         )
         if self._resume_from:
             trainer.load(self._resume_from / name)
-        self._memory.admit(f"{name}_states", StatesTenant(trainer) if self._is_swapping else Resident())
+        moves = self._is_swapping and getattr(self._config.update, name).kind == "adamw"
+        self._memory.admit(f"{name}_states", StatesTenant(trainer) if moves else Resident())
         return trainer
 
-    def frozen(self, name: str, module: PackedModel) -> PackedModel:
-        """Return the module without gradients."""
+    def frozen(self, name: str, module: PackedModel) -> FrozenModule | None:
+        """Take the gradients from a module and hand it to the memory manager; return its tenant if it moves."""
         module.requires_grad_(False)
-        self._memory.admit(name, FrozenModule(module) if self._is_swapping else Resident())
-        return module
+        tenant = FrozenModule(module) if self._is_swapping else None
+        self._memory.admit(name, tenant or Resident())
+        return tenant
+
+    def reference(self, actor: TrainEngine) -> Forward | None:
+        """Return what gives the reference's log-probs: the actor without its adapter, or a model of its own."""
+        config, paths = self._config, self._config.models
+        if not config.has_reference:
+            return None
+        if config.shares_reference:
+            return actor.reference_forward
+        module = load_actor(paths.reference or paths.actor, paths, self._world.device, field="models.reference")
+        tenant = self.frozen("reference", module)
+        if not paths.reference_every_steps:
+            return module
+        moving = MovingReference(module, actor, tenant, self._world)
+        self._load(moving, "reference")
+        return moving
+
+    def average(self, actor: TrainEngine) -> HostAverage | None:
+        """Return the moving average of the actor, if the run keeps one."""
+        if self._config.models.ema_decay is None:
+            return None
+        average = HostAverage(actor, self._config.models.ema_decay, self._world)
+        self._load(average, "average")
+        return average
+
+    def _load(self, part: checkpoint.Saved, name: str) -> None:
+        if self._resume_from:
+            part.load(self._resume_from / name)
+
+    def sources(self) -> RewardSources:
+        """Return all that judges responses."""
+        config, data, world = self._config, self._data, self._world
+        reward, model = config.reward, None
+        if config.models.reward:
+            module = load_value_model(config.models.reward, config.models, world.device, field="models.reward")
+            self.frozen("reward_model", module)
+            packing = Packing(max_tokens=config.update.micro_batch_tokens, world=world)
+
+            def model(rollouts: Sequence[Rollout]) -> Tensor:
+                if data.reward_tokenizer is not None:
+                    rollouts = reencode(rollouts, data.reward_tokenizer, actor_tokenizer=data.tokenizer)
+                return sequence_values(module, make_train_batch(rollouts), packing)
+
+        remote = None
+        if reward.remote_urls:
+            remote = RemoteScorer(reward.remote_urls, timeout_s=reward.remote_timeout_s, retries=reward.remote_retries)
+        return RewardSources(functions=data.scorer, remote=remote, model=model)
 
 
 def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
@@ -183,31 +300,18 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
     paths, device = config.models, world.device
 
     engine = builder.engine()
-    actor_module = load_actor(paths.actor, paths, device, field="models.actor")
+    actor_module = load_actor(paths.actor, paths, device, field="models.actor", lora=paths.lora)
     actor = builder.trained("actor", actor_module, skipped_steps=config.update.critic_warmup_steps)
-    critic = reference = reward_model = None
+    critic = None
     if config.has_critic:
         path = paths.critic or paths.reward or paths.actor
-        critic = builder.trained("critic", load_value_model(path, paths, device, field="models.critic", new_head=True))
-    if config.has_reference:
-        path = paths.reference or paths.actor
-        reference = builder.frozen("reference", load_actor(path, paths, device, field="models.reference"))
-    if paths.reward:
-        reward_model = builder.frozen(
-            "reward_model", load_value_model(paths.reward, paths, device, field="models.reward")
-        )
-
-    steps_done = 0
-    if resume_from:
-        state = checkpoint.read_state(resume_from)
-        checkpoint.load_rng(resume_from, world)
-        steps_done = state["step"]
-        data.loader.load_state_dict(state["loader"])
-    recorder.open(steps_done + 1)
-    # DeepSpeed collects garbage in every offload; without this it walks all that vLLM and torch imported each time.
-    gc.collect()
-    gc.freeze()
-    return Run(
+        module = load_value_model(path, paths, device, field="models.critic", new_head=True, lora=paths.lora)
+        critic = builder.trained("critic", module)
+    advantage, ptx = config.advantage, None
+    if data.ptx_texts:
+        limit = config.update.micro_batch_tokens
+        ptx = PtxLoss(data.ptx_texts, config.ptx, world, seed=config.run.seed, micro_batch_tokens=limit)
+    run = Run(
         config=config,
         world=world,
         data=data,
@@ -216,8 +320,27 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
         engine=engine,
         actor=actor,
         critic=critic,
-        reference=reference,
-        reward_model=reward_model,
+        reference=builder.reference(actor),
+        sources=builder.sources(),
+        normalizer=RunningNormalizer() if config.reward.normalize else None,
+        kl=KlController(advantage.kl_coef, target=advantage.kl_target, horizon=advantage.kl_horizon),
+        average=builder.average(actor),
+        ptx=ptx,
         sync=CopySync(actor, engine, config.sync, device, recorder.timeline),
-        steps_done=steps_done,
+        steps_done=_restore(resume_from, world) if resume_from else 0,
     )
+    if resume_from:
+        state = checkpoint.read_state(resume_from)
+        for name, counter in run.counters.items():
+            counter.load_state_dict(state[name])
+    recorder.open(run.steps_done + 1)
+    # DeepSpeed collects garbage in every offload; without this it walks all that vLLM and torch imported each time.
+    gc.collect()
+    gc.freeze()
+    return run
+
+
+def _restore(folder: Path, world: World) -> int:
+    """Set the random generators as a checkpoint left them and return its step."""
+    checkpoint.load_rng(folder, world)
+    return checkpoint.read_state(folder)["step"]

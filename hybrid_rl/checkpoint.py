@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +17,18 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rl.distributed import World
 from hybrid_rl.engines.deepspeed import TrainEngine
 from hybrid_rl.lora import save_adapter
+
+
+class Saved(Protocol):
+    """What a checkpoint keeps in a folder of its own."""
+
+    def save(self, folder: Path) -> None:
+        """Write into the folder; every rank calls it."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Read what save wrote."""
+        ...
 
 
 def checkpoint_name(step: int) -> str:
@@ -42,7 +54,7 @@ def _replaced(folder: Path) -> Path:
 def save(
     run_dir: Path,
     step: int,
-    engines: Mapping[str, TrainEngine],
+    engines: Mapping[str, Saved],
     state: Mapping[str, Any],
     *,
     keep_last: int,
@@ -98,6 +110,25 @@ def export(folder: Path, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase,
     """
     with actor.gathered([name for name, _, _ in actor.named_shapes()]) as tensors:
         export_weights(folder, actor, tensors, tokenizer, world)
+
+
+def export_best(
+    folder: Path, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase, world: World, *, accuracy: float, step: int
+) -> bool:
+    """Export the actor if this accuracy beats that of the folder's, and note it in best.json; return whether it did.
+
+    Args:
+        accuracy: of the actor as it is, the same on every rank.
+        step: optimizer has finished this one.
+    """
+    note = folder / "best.json"
+    before = json.loads(note.read_text())["accuracy"] if world.is_main and note.exists() else None
+    is_better = world.gather(before is None or accuracy > before)[0]
+    if is_better:
+        export(folder, actor, tokenizer, world)
+        if world.is_main:
+            note.write_text(json.dumps({"step": step, "accuracy": accuracy}) + "\n")
+    return is_better
 
 
 def export_weights(

@@ -62,8 +62,8 @@ class ModelsConfig:
     """Frozen sequence classifier with one label; null when `reward.functions` scores alone."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of parameters and activations; auto is bfloat16 on a GPU and float32 on a CPU."""
-    attention: Literal["auto", "flash_attention_2", "varlen", "sdpa"] = "auto"
-    """auto takes flash-attn where it is installed, else torch's varlen kernel on a GPU, else SDPA."""
+    attention: Literal["auto", "flash_attention_2", "varlen", "sdpa", "eager"] = "auto"
+    """auto takes flash-attn where it is installed, else torch's varlen kernel on a GPU, else SDPA, else eager."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, about a third more compute."""
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -154,7 +154,7 @@ class RewardConfig:
     remote_weight: float = 1.0
     """Factor on the remote score."""
     remote_timeout_s: float = 60.0
-    """Per request."""
+    """Per request: to connect, and between two parts of the answer."""
     remote_retries: int = 3
     """Further attempts of a failed request, each at the next service, with growing pauses."""
     timeout_s: float = 10.0
@@ -356,8 +356,13 @@ class Config:
 
     @property
     def has_reference(self) -> bool:
-        """Whether a KL penalty needs the reference model."""
+        """Whether a KL penalty needs the reference's log-probs."""
         return self.advantage.kl_coef != 0
+
+    @property
+    def shares_reference(self) -> bool:
+        """Whether the reference is the actor without its LoRA adapter, and no model of its own."""
+        return self.models.lora.rank > 0 and self.models.reference is None
 
 
 class ConfigError(ValueError):

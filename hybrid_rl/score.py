@@ -1,22 +1,34 @@
-"""From rollouts to a batch: rewards, the actor's and the reference's log-probs, the critic's values."""
+"""What the models say of a batch: log-probs of actor and reference, values of the critic; and its advantages."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybrid_rl.advantage import gae_advantages, group_advantages, masked_sums, token_rewards, whiten
-from hybrid_rl.batch import Packed, Rollout, TrainBatch, make_train_batch, pack, split
-from hybrid_rl.config import AdvantageConfig, RewardConfig
+from hybrid_rl.advantage import (
+    discounted_returns,
+    gae_advantages,
+    group_advantages,
+    length_adaptive_lambda,
+    masked_sums,
+    token_rewards,
+    whiten,
+)
+from hybrid_rl.batch import Packed, TrainBatch, pack, split
+from hybrid_rl.config import AdvantageConfig, UpdateConfig
+from hybrid_rl.correction import importance_weights
 from hybrid_rl.distributed import World
 from hybrid_rl.loss import kl_estimate
 from hybrid_rl.models import packed_inputs
-from hybrid_rl.rewards import ScorerPool
 
 Forward = Callable[..., Any]
 """An Actor or a ValueModel, plain or behind a training engine."""
+
+WHITENED = ("gae", "reinforce_pp", "reinforce_pp_baseline")
+"""Estimators whose advantages `advantage.whiten` standardises; a group's are centred already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,39 +88,6 @@ def sequence_values(model: Forward, batch: TrainBatch, packing: Packing) -> Tens
     return result
 
 
-def score_rollouts(
-    rollouts: Sequence[Rollout],
-    packing: Packing,
-    config: RewardConfig,
-    *,
-    scorer: ScorerPool | None,
-    reward_model: Forward | None,
-) -> tuple[TrainBatch, dict[str, float]]:
-    """Return the batch with its rewards, and each reward's sum over this rank's responses.
-
-    reward = model_weight * reward model + sum of weighted functions - truncation_penalty of a truncated response.
-
-    Raises:
-        ValueError: a reward is not finite; names the prompt.
-    """
-    batch = make_train_batch(rollouts)
-    rewards = -config.truncation_penalty * batch.is_truncated.float()
-    sums: dict[str, float] = {}
-    if reward_model is not None:
-        scores = sequence_values(reward_model, batch, packing)
-        rewards += config.model_weight * scores
-        sums["reward/model"] = float(scores.sum())
-    if scorer is not None:
-        result = scorer.score(rollouts)
-        rewards += torch.tensor(result.scores)
-        sums |= {f"reward/{name}": sum(scores) for name, scores in result.per_function.items()}
-        sums["reward/num_failed"] = result.num_failed
-    for row, rollout in enumerate(rollouts):
-        if not torch.isfinite(rewards[row]):
-            raise ValueError(f"reward of prompt {rollout.prompt.prompt_id} is {rewards[row]}: must be finite")
-    return batch.with_fields(rewards=rewards), sums
-
-
 def check_logprob_gap(batch: TrainBatch, *, limit: float, world: World) -> float:
     """Return the mean |engine - trainer| log-prob over all sampled tokens, all ranks.
 
@@ -130,33 +109,85 @@ def check_logprob_gap(batch: TrainBatch, *, limit: float, world: World) -> float
     return gap
 
 
+def correct(batch: TrainBatch, config: UpdateConfig) -> tuple[TrainBatch, dict[str, float]]:
+    """Return the batch with the tokens that count in the losses and their weights, and this rank's sums of them."""
+    mask = batch.response_mask
+    loss_mask = mask & ~batch.is_truncated[:, None] if config.mask_truncated else mask
+    if config.correction == "none":
+        return batch.with_fields(loss_mask=loss_mask), {}
+    assert batch.old_logprobs is not None
+    weights, is_out = importance_weights(
+        batch.old_logprobs,
+        batch.rollout_logprobs,
+        mask,
+        kind=config.correction,
+        low=config.correction_low,
+        high=config.correction_high,
+    )
+    sums = {"correction/weight": float(weights[mask].sum()), "correction/out": float(is_out[mask].sum())}
+    return batch.with_fields(loss_mask=loss_mask, loss_weights=weights), sums
+
+
 def add_advantages(
-    batch: TrainBatch, config: AdvantageConfig, world: World, *, bootstrap_values: Tensor | None = None
+    batch: TrainBatch,
+    config: AdvantageConfig,
+    world: World,
+    *,
+    kl_coef: float | None = None,
+    bootstrap_values: Tensor | None = None,
 ) -> tuple[TrainBatch, dict[str, float]]:
     """Return the scored batch with advantages (and value targets), and this rank's sums of what they were made of.
 
-    bootstrap_values: [B] float32, the critic's value after the last token; used for truncated responses only.
+    Args:
+        kl_coef: factor on the KL in the reward; None takes the setting.
+        bootstrap_values: [B] float32, the critic's value after the last token; used for truncated responses only.
     """
     assert batch.rewards is not None and batch.old_logprobs is not None
     mask, kl, sums = batch.response_mask, None, {}
     if batch.ref_logprobs is not None:
         kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, config.kl_estimator)
         sums["kl"] = float(torch.where(mask, kl, 0).sum())
-    if batch.values is not None:
-        rewards = token_rewards(batch.rewards, mask, kl=kl, kl_coef=config.kl_coef)
-        advantages, returns = gae_advantages(
-            rewards,
-            batch.values,
-            mask,
-            gamma=config.gamma,
-            gae_lambda=config.gae_lambda,
-            bootstrap_values=None if bootstrap_values is None else bootstrap_values * batch.is_truncated,
+    coef = 0.0 if kl is None or config.kl_in == "loss" else config.kl_coef if kl_coef is None else kl_coef
+    returns = None
+    if config.estimator in ("gae", "reinforce_pp", "remax"):
+        rewards = token_rewards(batch.rewards, mask, kl=kl, kl_coef=coef)
+        if config.estimator == "gae":
+            advantages, returns = _gae(batch, rewards, config, bootstrap_values)
+        else:
+            advantages = discounted_returns(rewards, mask, gamma=config.gamma)
+    else:
+        scores = group_advantages(
+            batch.rewards, batch.group_ids, estimator=config.estimator, lengths=batch.response_lengths
         )
-        if config.whiten:
-            advantages = whiten(advantages, mask, world.sum(masked_sums(advantages, mask)))
-        return batch.with_fields(advantages=advantages, returns=returns), sums
-    scores = group_advantages(batch.rewards, batch.group_ids, estimator=config.estimator)
-    advantages = torch.where(mask, scores[:, None], 0)
-    if kl is not None:
-        advantages = advantages - config.kl_coef * torch.where(mask, kl, 0)
-    return batch.with_fields(advantages=advantages), sums
+        advantages = torch.where(mask, scores[:, None], 0)
+        if kl is not None and coef:
+            advantages = advantages - coef * torch.where(mask, kl, 0)
+    if config.estimator == "remax":
+        assert batch.baselines is not None
+        advantages = torch.where(mask, advantages - batch.baselines[:, None], 0)
+    if config.whiten and config.estimator in WHITENED:
+        advantages = whiten(advantages, mask, world.sum(masked_sums(advantages, mask)))
+    return batch.with_fields(advantages=advantages, returns=returns), sums
+
+
+def _gae(
+    batch: TrainBatch, rewards: Tensor, config: AdvantageConfig, bootstrap_values: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return advantages and value targets, each with its own lambda where the settings decouple them."""
+    assert batch.values is not None
+    mask = batch.response_mask
+    estimate = functools.partial(
+        gae_advantages,
+        rewards,
+        batch.values,
+        mask,
+        gamma=config.gamma,
+        bootstrap_values=None if bootstrap_values is None else bootstrap_values * batch.is_truncated,
+    )
+    actor_lambda: float | Tensor = config.gae_lambda
+    if config.length_adaptive_alpha is not None:
+        actor_lambda = length_adaptive_lambda(mask, config.length_adaptive_alpha)
+    advantages, returns = estimate(gae_lambda=actor_lambda)
+    if config.critic_lambda is not None:
+        _, returns = estimate(gae_lambda=config.critic_lambda)
+    return advantages, returns

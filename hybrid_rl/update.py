@@ -3,6 +3,7 @@
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,11 +12,14 @@ from hybrid_rl.batch import Packed, TrainBatch, pack, split
 from hybrid_rl.config import UpdateConfig
 from hybrid_rl.distributed import World
 from hybrid_rl.engines.deepspeed import TrainEngine
-from hybrid_rl.loss import policy_loss, token_weights, value_loss
+from hybrid_rl.loss import kl_loss, policy_loss, token_weights, value_loss
 from hybrid_rl.models import packed_inputs
 
 Sums = dict[str, Tensor]
 """Weighted sums over the tokens of a micro-batch; over a whole mini-batch and all ranks they are means."""
+
+PtxBackward = Callable[[TrainEngine], float]
+"""Back-propagates a language-model loss on its own data, once per optimizer step, and returns it."""
 
 
 def num_optimizer_steps(step_sizes: Iterable[int], config: UpdateConfig) -> int:
@@ -41,8 +45,9 @@ def mini_batch_weights(
     batch: TrainBatch, rows: list[int], config: UpdateConfig, world: World, max_response_tokens: int
 ) -> Tensor:
     """Return the loss weight of every token, [B, T]: normalised over the mini-batch on all ranks, 0 outside it."""
-    mask = torch.zeros_like(batch.response_mask)
-    mask[rows] = batch.response_mask[rows]
+    counted = batch.response_mask if batch.loss_mask is None else batch.loss_mask
+    mask = torch.zeros_like(counted)
+    mask[rows] = counted[rows]
     counts = world.sum(torch.tensor([mask.sum(), mask.any(dim=1).sum()], dtype=torch.float64))
     return token_weights(
         mask,
@@ -62,10 +67,13 @@ def _micro_batches(
         yield pack(batch, piece, world.device), place == len(pieces) - 1
 
 
-def _check_finite(loss: Tensor, batch: TrainBatch, packed: Packed) -> None:
-    if not torch.isfinite(loss.detach()):
+def _check_finite(losses: list[tuple[Tensor, Packed]], batch: TrainBatch) -> None:
+    """Raise FloatingPointError that names the sequences of the first micro-batch with a bad loss."""
+    is_bad = ~torch.stack([loss for loss, _ in losses]).isfinite()
+    if is_bad.any():
+        loss, packed = losses[int(is_bad.nonzero()[0])]
         ids = batch.sequence_ids[packed.rows].tolist()
-        raise FloatingPointError(f"loss is {float(loss.detach())} in a micro-batch of the sequences {ids}")
+        raise FloatingPointError(f"loss is {float(loss)} in a micro-batch of the sequences {ids}")
 
 
 def _update(
@@ -77,25 +85,76 @@ def _update(
     seed: int,
     max_response_tokens: int,
     compute_loss: Callable[[Packed, Tensor], tuple[Tensor, Sums]],
+    ptx: PtxBackward | None = None,
 ) -> dict[str, float]:
-    """Run all epochs and mini-batches with a loss per micro-batch; return its sums, averaged over optimizer steps."""
-    totals: dict[str, float] = defaultdict(float)
+    """Run all epochs and mini-batches with a loss per micro-batch; return its sums, averaged over optimizer steps.
+
+    Losses and sums stay on the device until the step: reading one waits for the device.
+    """
+    totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=world.device))
     num_steps = 0
     for epoch in range(config.num_epochs):
         for rows in mini_batches(batch.sequence_ids, config.mini_batch_size, seed=seed + epoch, world=world):
             weights = mini_batch_weights(batch, rows, config, world, max_response_tokens)
+            losses: list[tuple[Tensor, Packed]] = []
+            if ptx is not None:
+                totals["ptx_loss"] += ptx(engine) / world.size
             for packed, is_last in _micro_batches(batch, rows, config, world):
                 loss, sums = compute_loss(packed, packed.gather(weights))
-                _check_finite(loss, batch, packed)
+                losses.append((loss.detach(), packed))
                 engine.backward(loss, is_last=is_last)
                 for name, value in sums.items():
-                    totals[name] += float(value.detach())
+                    totals[name] += value.detach().double()
+            _check_finite(losses, batch)
             totals["lr"] += engine.lr / world.size
             totals["grad_norm"] += engine.step() / world.size
             num_steps += 1
     names = sorted(totals)
-    summed = world.sum(torch.tensor([totals[name] for name in names], dtype=torch.float64))
+    summed = world.sum(torch.stack([totals[name] for name in names]).cpu())
     return {name: float(value) / num_steps for name, value in zip(names, summed, strict=True)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KlInLoss:
+    """The KL to the reference as a part of the actor's loss."""
+
+    coef: float
+    estimator: str
+    is_unbiased: bool
+
+
+def _policy_loss(
+    logprobs: Tensor, packed: Packed, batch: TrainBatch, weights: Tensor, config: UpdateConfig
+) -> tuple[Tensor, Sums]:
+    """Return the weighted sum of the policy's token losses, and what to log of them."""
+    assert batch.old_logprobs is not None and batch.advantages is not None
+    old = packed.gather(batch.old_logprobs)
+    token_loss, is_clipped = policy_loss(
+        logprobs,
+        old,
+        packed.gather(batch.advantages),
+        kind=config.policy_loss,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        dual_clip=config.dual_clip,
+        sequence_index=packed.token_rows.to(logprobs.device),
+        num_sequences=len(batch),
+    )
+    if batch.loss_weights is not None:
+        token_loss = token_loss * packed.gather(batch.loss_weights)
+    loss, log_ratio = (weights * token_loss).sum(), (logprobs - old).detach()
+    return loss, {
+        "loss": loss,
+        "clip_fraction": (weights * is_clipped).sum(),
+        "ratio": (weights * log_ratio.exp()).sum(),
+        "log_ratio": (weights * log_ratio.abs()).sum(),
+    }
+
+
+def _kl_loss(logprobs: Tensor, packed: Packed, batch: TrainBatch, weights: Tensor, kl: KlInLoss) -> Tensor:
+    assert batch.old_logprobs is not None and batch.ref_logprobs is not None
+    old, ref = packed.gather(batch.old_logprobs), packed.gather(batch.ref_logprobs)
+    return (weights * kl_loss(logprobs, old, ref, kl.estimator, unbiased=kl.is_unbiased)).sum()
 
 
 def update_actor(
@@ -107,30 +166,37 @@ def update_actor(
     seed: int,
     temperature: float,
     max_response_tokens: int,
+    kl: KlInLoss | None = None,
+    ptx: PtxBackward | None = None,
+    ptx_coef: float = 0.0,
 ) -> dict[str, float]:
-    """Take the optimizer steps of the actor on a batch with advantages; return metrics averaged over them."""
-    assert batch.old_logprobs is not None and batch.advantages is not None
-    old_logprobs, advantages = batch.old_logprobs, batch.advantages
+    """Take the optimizer steps of the actor on a batch with advantages; return metrics averaged over them.
+
+    loss = (1 - ptx_coef) (policy loss - entropy_coef * entropy + kl.coef * KL), and what ptx back-propagates itself.
+    """
 
     def compute_loss(packed: Packed, weights: Tensor) -> tuple[Tensor, Sums]:
         logprobs, entropy = engine.forward(
             **packed_inputs(packed), index=packed.response_index, targets=packed.targets, temperature=temperature
         )
-        old = packed.gather(old_logprobs)
-        token_loss, is_clipped = policy_loss(
-            logprobs, old, packed.gather(advantages), clip_low=config.clip_low, clip_high=config.clip_high
-        )
-        loss, mean_entropy = (weights * token_loss).sum(), (weights * entropy).sum()
-        sums = {
-            "loss": loss,
-            "entropy": mean_entropy,
-            "clip_fraction": (weights * is_clipped).sum(),
-            "ratio": (weights * (logprobs - old).detach().exp()).sum(),
-        }
-        return (loss - config.entropy_coef * mean_entropy if config.entropy_coef else loss), sums
+        loss, sums = _policy_loss(logprobs, packed, batch, weights, config)
+        sums["entropy"] = (weights * entropy).sum()
+        if config.entropy_coef:
+            loss = loss - config.entropy_coef * sums["entropy"]
+        if kl is not None:
+            sums["kl_loss"] = _kl_loss(logprobs, packed, batch, weights, kl)
+            loss = loss + kl.coef * sums["kl_loss"]
+        return (1 - ptx_coef) * loss if ptx_coef else loss, sums
 
     return _update(
-        engine, batch, config, world, seed=seed, max_response_tokens=max_response_tokens, compute_loss=compute_loss
+        engine,
+        batch,
+        config,
+        world,
+        seed=seed,
+        max_response_tokens=max_response_tokens,
+        compute_loss=compute_loss,
+        ptx=ptx,
     )
 
 

@@ -7,24 +7,33 @@ from hybrid_rl.config import Config, check
 
 def _check_positive(config: Config) -> None:
     for section, names in {
-        "run": ["num_steps"],
+        "run": ["num_steps", "eval_samples"],
+        "models": ["ema_decay"],
         "prompts": ["max_prompt_tokens", "num_generated", "num_eval"],
         "rollout": ["rollout_batch_size", "group_size", "max_response_tokens", "temperature", "max_num_seqs"],
-        "reward": ["timeout_s", "num_workers"],
-        "update": ["num_epochs", "mini_batch_size", "micro_batch_tokens"],
+        "reward": ["timeout_s", "num_workers", "remote_timeout_s", "clip"],
+        "advantage": ["length_adaptive_alpha", "kl_target", "kl_horizon"],
+        "update": ["num_epochs", "mini_batch_size", "micro_batch_tokens", "dual_clip"],
+        "ptx": ["batch_size", "max_tokens"],
         "sync": ["bucket_bytes"],
         "checkpoint": ["keep_last"],
     }.items():
         for name in names:
             value = getattr(getattr(config, section), name)
-            check(value > 0, f"{section}.{name} = {value}: must be greater than 0")
+            check(value is None or value > 0, f"{section}.{name} = {value}: must be greater than 0")
 
 
 def _check_not_negative(config: Config) -> None:
-    update = config.update
+    update, rollout = config.update, config.rollout
     values = {
         "run.eval_every_steps": config.run.eval_every_steps,
         "reward.truncation_penalty": config.reward.truncation_penalty,
+        "reward.overlong_buffer": config.reward.overlong_buffer,
+        "reward.overlong_penalty": config.reward.overlong_penalty,
+        "reward.remote_retries": config.reward.remote_retries,
+        "models.reference_every_steps": config.models.reference_every_steps,
+        "models.lora.rank": config.models.lora.rank,
+        "rollout.max_refills": rollout.max_refills,
         "advantage.kl_coef": config.advantage.kl_coef,
         "update.clip_high": update.clip_high,
         "update.value_clip": update.value_clip or 0,
@@ -39,32 +48,27 @@ def _check_not_negative(config: Config) -> None:
         check(value >= 0, f"{key} = {value}: must not be negative")
 
 
-def validate(config: Config) -> Config:
-    """Return the config if every rule that needs no file holds.
+GROUP_ESTIMATORS = ("grpo", "rloo", "dr_grpo", "opo", "reinforce_pp_baseline")
 
-    Raises:
-        ConfigError: names the field, its value and the rule.
-    """
-    rollout, update, advantage, reward = config.rollout, config.update, config.advantage, config.reward
-    _check_positive(config)
-    _check_not_negative(config)
+
+def _check_sources(config: Config) -> None:
+    """Something must be trained and something must judge it."""
+    reward = config.reward
     check(bool(config.models.actor), "models.actor is empty: give a Hugging Face folder")
     check(bool(config.prompts.path), "prompts.path is empty: give a file, a dataset folder or reasoning_gym:<task>")
     check(
-        config.models.reward is not None or bool(reward.functions),
-        "models.reward is null and reward.functions is empty: one of them must score the responses",
+        config.models.reward is not None or bool(reward.functions) or bool(reward.remote_urls),
+        "models.reward is null, reward.functions and reward.remote_urls are empty: one must score the responses",
     )
     check(
         reward.weights is None or len(reward.weights) == len(reward.functions),
         f"reward.weights has {len(reward.weights or [])} values, reward.functions {len(reward.functions)}: one each",
     )
-    check(
-        config.has_critic or rollout.group_size >= 2,
-        f"rollout.group_size = {rollout.group_size}: advantage.estimator = {advantage.estimator} needs 2 or more",
-    )
-    for name in ("gamma", "gae_lambda"):
-        value = getattr(advantage, name)
-        check(0 <= value <= 1, f"advantage.{name} = {value}: must lie in [0, 1]")
+
+
+def _check_sizes(config: Config) -> None:
+    """Batches must divide, sequences must fit."""
+    rollout, update = config.rollout, config.update
     check(
         config.responses_per_step % update.mini_batch_size == 0,
         f"update.mini_batch_size = {update.mini_batch_size}: must divide the {config.responses_per_step} responses "
@@ -77,9 +81,107 @@ def validate(config: Config) -> Config:
         f"update.micro_batch_tokens = {update.micro_batch_tokens}: must hold one sequence, prompts.max_prompt_tokens "
         f"{config.prompts.max_prompt_tokens} + rollout.max_response_tokens {rollout.max_response_tokens} = {total}",
     )
+    check(
+        config.reward.overlong_buffer <= rollout.max_response_tokens,
+        f"reward.overlong_buffer = {config.reward.overlong_buffer}: must not exceed rollout.max_response_tokens "
+        f"= {rollout.max_response_tokens}",
+    )
+    check(
+        config.ptx.path is None or config.ptx.max_tokens <= update.micro_batch_tokens,
+        f"ptx.max_tokens = {config.ptx.max_tokens}: must not exceed update.micro_batch_tokens "
+        f"= {update.micro_batch_tokens}",
+    )
+
+
+def _check_advantage(config: Config) -> None:
+    advantage, rollout, models = config.advantage, config.rollout, config.models
+    check(
+        advantage.estimator not in GROUP_ESTIMATORS or rollout.group_size >= 2,
+        f"rollout.group_size = {rollout.group_size}: advantage.estimator = {advantage.estimator} needs 2 or more",
+    )
+    for name in ("gamma", "gae_lambda", "critic_lambda"):
+        value = getattr(advantage, name)
+        check(value is None or 0 <= value <= 1, f"advantage.{name} = {value}: must lie in [0, 1]")
+    for name in ("critic_lambda", "length_adaptive_alpha"):
+        value = getattr(advantage, name)
+        check(value is None or config.has_critic, f"advantage.{name} = {value}: needs advantage.estimator = gae")
+    check(
+        not advantage.kl_unbiased or advantage.kl_in == "loss",
+        "advantage.kl_unbiased = true: needs advantage.kl_in = loss; a KL in the reward has no gradient of its own",
+    )
+    check(
+        advantage.kl_target is None or config.responses_per_step < 5 * advantage.kl_horizon,
+        f"advantage.kl_horizon = {advantage.kl_horizon}: must be above a fifth of the {config.responses_per_step} "
+        "responses of a step, or one step could take kl_coef to 0",
+    )
+    check(
+        advantage.kl_target is None or advantage.kl_coef > 0,
+        f"advantage.kl_target = {advantage.kl_target}: needs advantage.kl_coef > 0 to start from",
+    )
+    if models.reference_every_steps:
+        check(
+            config.has_reference and not config.shares_reference,
+            f"models.reference_every_steps = {models.reference_every_steps}: needs a reference of its own, so "
+            f"advantage.kl_coef > 0 and, with models.lora, models.reference",
+        )
+    check(0 < models.reference_alpha <= 1, f"models.reference_alpha = {models.reference_alpha}: must lie in (0, 1]")
+    check(
+        models.ema_decay is None or models.ema_decay < 1, f"models.ema_decay = {models.ema_decay}: must lie in (0, 1)"
+    )
+
+
+def _check_rollout(config: Config) -> None:
+    check("" not in config.rollout.stop_strings, "rollout.stop_strings holds an empty text, which ends every response")
+    bounds, group_size = config.rollout.keep_scores, config.rollout.group_size
+    if bounds is not None:
+        check(bounds[0] < bounds[1], f"rollout.keep_scores = {list(bounds)}: the first must be below the second")
+        check(group_size >= 2, f"rollout.group_size = {group_size}: rollout.keep_scores needs 2 or more")
+
+
+def _check_update(config: Config) -> None:
+    update = config.update
     check(0 <= update.clip_low < 1, f"update.clip_low = {update.clip_low}: must lie in [0, 1)")
+    if update.dual_clip is not None:
+        check(update.dual_clip > 1, f"update.dual_clip = {update.dual_clip}: must be greater than 1")
+        check(
+            update.policy_loss == "clip",
+            f"update.dual_clip = {update.dual_clip}: needs update.policy_loss = clip, not {update.policy_loss}",
+        )
+    check(
+        0 <= update.correction_low <= 1 <= update.correction_high,
+        f"update.correction_low = {update.correction_low}, correction_high = {update.correction_high}: "
+        "must lie on both sides of 1, the lower one not below 0",
+    )
+    check(
+        update.old_logprobs == "trainer" or update.correction == "none",
+        f"update.correction = {update.correction}: update.old_logprobs = rollout leaves no ratio between the engines",
+    )
     check(
         config.memory.swap == "off" or update.zero_stage > 0,
         "memory.swap = deepspeed: DeepSpeed cannot offload with update.zero_stage = 0; use 1 to 3 or swap = off",
     )
+    for name in ("actor", "critic"):
+        check(
+            getattr(update, name).kind == "adamw" or update.zero_stage > 0,
+            f"update.{name}.kind = cpu_adam: needs update.zero_stage 1 to 3",
+        )
+    check(config.ptx.path is None or 0 < config.ptx.coef < 1, f"ptx.coef = {config.ptx.coef}: must lie in (0, 1)")
+
+
+def validate(config: Config) -> Config:
+    """Return the config if every rule that needs no file holds.
+
+    Raises:
+        ConfigError: names the field, its value and the rule.
+    """
+    for rule in (
+        _check_positive,
+        _check_not_negative,
+        _check_sources,
+        _check_sizes,
+        _check_advantage,
+        _check_rollout,
+        _check_update,
+    ):
+        rule(config)
     return config

@@ -1,0 +1,181 @@
+"""What each phase of the loop does with the parts of a run."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from hybrid_rl import checkpoint, rollout, update
+from hybrid_rl import judge as judging
+from hybrid_rl import score as scoring
+from hybrid_rl.average import MovingReference
+from hybrid_rl.batch import Prompt, Rollout, TrainBatch
+from hybrid_rl.build import Run
+from hybrid_rl.judge import Scored
+from hybrid_rl.models import choose_dtype
+
+Metrics = dict[str, float]
+
+
+def generate(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[list[Rollout], list[Rollout]]:
+    """Sample the prompts' responses, and for ReMax each prompt's most likely one too."""
+    config, data = run.config, run.data
+    sample = functools.partial(
+        rollout.collect_rollouts, prompts, run.engine, data.tokenizer, stop_token_ids=data.stop_token_ids
+    )
+    sampled = sample(config.rollout, run_seed=config.run.seed, step=step)
+    if config.advantage.estimator != "remax":
+        return sampled, []
+    greedy = rollout.generate_greedy(
+        prompts, run.engine, data.tokenizer, config.rollout, stop_token_ids=data.stop_token_ids
+    )
+    return sampled, greedy
+
+
+def judge(run: Run, rollouts: Sequence[Rollout], greedy: Sequence[Rollout]) -> Scored:
+    """Score responses, and the greedy ones as their prompts' baselines."""
+    scored = judging.score_rollouts(rollouts, run.sources, run.config.reward)
+    if run.config.advantage.estimator != "remax":
+        return scored
+    scores = judging.score_rollouts(greedy, run.sources, run.config.reward).scores.tolist()
+    return replace(scored, baselines={r.prompt.prompt_id: s for r, s in zip(greedy, scores, strict=True)})
+
+
+def evaluate(run: Run, step: int, is_over: bool) -> Metrics:
+    """Return exact accuracy on the held-out prompts, before step 1, every few steps and at the end; else nothing."""
+    config, data, world = run.config, run.data, run.world
+    every, num_samples = config.run.eval_every_steps, config.run.eval_samples
+    if data.eval_scorer is None or not (is_over or step == 1 or (step - 1) % every == 0):
+        return {}
+    arguments = (data.eval_prompts, run.engine, data.tokenizer)
+    if num_samples == 1:
+        responses = rollout.generate_greedy(*arguments, config.rollout, stop_token_ids=data.stop_token_ids)
+    else:
+        settings = replace(config.rollout, group_size=num_samples)
+        responses = rollout.collect_rollouts(
+            *arguments, settings, stop_token_ids=data.stop_token_ids, run_seed=config.run.seed + 1, step=step
+        )
+    result = rollout.evaluation_sums(responses, data.eval_scorer.score(responses).scores, num_samples)
+    evaluation = world.means(result, dict.fromkeys(result, len(data.eval_prompts)))
+    if config.checkpoint.keep_best:
+        best = config.run_dir / "best"
+        checkpoint.export_best(best, run.actor, data.tokenizer, world, accuracy=evaluation["accuracy"], step=step - 1)
+    return evaluation
+
+
+def has_arrived(run: Run, evaluation: Metrics) -> bool:
+    """Return whether an evaluation reached the accuracy at which the run may end."""
+    goal = run.config.run.stop_at_accuracy
+    return goal is not None and evaluation.get("accuracy", -1.0) >= goal
+
+
+def refresh_reference(run: Run, step: int) -> None:
+    """Move the reference towards the actor, every so many finished steps."""
+    every = run.config.models.reference_every_steps
+    if every and step > 1 and (step - 1) % every == 0 and isinstance(run.reference, MovingReference):
+        run.reference.blend(run.actor, run.config.models.reference_alpha)
+
+
+def score(run: Run, scored: Scored) -> tuple[TrainBatch, Metrics, Metrics]:
+    """Return the batch ready for the updates, this rank's sums of what went into it, and metrics of all ranks."""
+    config, world, actor, critic = run.config, run.world, run.actor, run.critic
+    packing = scoring.Packing(max_tokens=config.update.micro_batch_tokens, world=world)
+    temperature, max_tokens = config.rollout.temperature, config.rollout.max_response_tokens
+    batch = judging.add_rewards(
+        scored, config.reward, max_response_tokens=max_tokens, world=world, normalizer=run.normalizer
+    )
+    metrics: Metrics = {}
+    if config.update.old_logprobs == "rollout":
+        batch = batch.with_fields(old_logprobs=batch.rollout_logprobs)
+    else:
+        old_logprobs = scoring.token_logprobs(actor.forward, batch, packing, temperature=temperature)
+        batch = batch.with_fields(old_logprobs=old_logprobs)
+        metrics["rollout/logprob_gap"] = scoring.check_logprob_gap(batch, limit=max_logprob_gap(run), world=world)
+    if run.reference:
+        ref_logprobs = scoring.token_logprobs(run.reference, batch, packing, temperature=temperature)
+        batch = batch.with_fields(ref_logprobs=ref_logprobs)
+    bootstrap_values = None
+    if critic:
+        batch = batch.with_fields(values=scoring.token_values(critic.forward, batch, packing))
+        if config.advantage.bootstrap_truncated:
+            bootstrap_values = scoring.sequence_values(critic.forward, batch, packing)
+    kl_coef = metrics["kl_coef"] = run.kl.coef
+    batch, sums = scoring.add_advantages(
+        batch, config.advantage, world, kl_coef=kl_coef, bootstrap_values=bootstrap_values
+    )
+    batch, more = scoring.correct(batch, config.update)
+    if run.reference:
+        totals = world.sum(torch.tensor([sums["kl"], len(batch)], dtype=torch.float64)).tolist()
+        run.kl.update(totals[0] / totals[1], int(totals[1]))
+    return batch, scored.sums | sums | more, metrics
+
+
+def max_logprob_gap(run: Run) -> float:
+    """Return the gap between engine and trainer at which the run stops: rounding noise of the dtype, with room."""
+    is_float32 = choose_dtype(run.config.models.dtype, run.world.device) == torch.float32
+    return run.config.rollout.max_logprob_gap or (1e-3 if is_float32 else 0.1)
+
+
+def learn_values(run: Run, batch: TrainBatch, step: int) -> Metrics:
+    """Update the critic, if the run has one."""
+    if run.critic is None:
+        return {}
+    config = run.config
+    metrics = update.update_critic(
+        run.critic,
+        batch,
+        config.update,
+        run.world,
+        seed=config.run.seed + step,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
+    return {f"critic/{name}": value for name, value in metrics.items()}
+
+
+def learn_policy(run: Run, batch: TrainBatch, step: int) -> Metrics:
+    """Update the actor, once the critic has warmed up, and its average."""
+    config, advantage = run.config, run.config.advantage
+    if step <= config.update.critic_warmup_steps:
+        return {}
+    kl = None
+    if run.reference and advantage.kl_in == "loss":
+        kl = update.KlInLoss(coef=run.kl.coef, estimator=advantage.kl_estimator, is_unbiased=advantage.kl_unbiased)
+    metrics = update.update_actor(
+        run.actor,
+        batch,
+        config.update,
+        run.world,
+        seed=config.run.seed + step,
+        temperature=config.rollout.temperature,
+        max_response_tokens=config.rollout.max_response_tokens,
+        kl=kl,
+        ptx=run.ptx.backward if run.ptx else None,
+        ptx_coef=config.ptx.coef if run.ptx else 0.0,
+    )
+    if run.average:
+        run.average.update()
+    return {f"actor/{name}": value for name, value in metrics.items()}
+
+
+def save(run: Run, step: int) -> None:
+    """Write a checkpoint if one is due after this step; the last step always is."""
+    every = run.config.checkpoint.every_steps
+    if not every or (step % every and step != run.config.run.num_steps):
+        return
+    state = {name: part.state_dict() for name, part in run.counters.items()}
+    checkpoint.save(
+        run.config.run_dir, step, run.saved, state, keep_last=run.config.checkpoint.keep_last, world=run.world
+    )
+
+
+def export(run: Run) -> None:
+    """Write the final actor as a Hugging Face folder, and beside it its average and its adapter, if there are any."""
+    if not run.config.checkpoint.export:
+        return
+    folder, tokenizer = run.config.run_dir, run.data.tokenizer
+    checkpoint.export(folder / "export", run.actor, tokenizer, run.world)
+    if run.average:
+        checkpoint.export_weights(folder / "export_ema", run.actor, run.average.weights(), tokenizer, run.world)
+    if run.config.models.lora.rank:
+        checkpoint.export_adapter(folder / "export_adapter", run.actor, run.world)
