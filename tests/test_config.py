@@ -73,7 +73,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"prompts.path": ""}, "prompts.path is empty: give a file, a dataset folder or reasoning_gym:<task>"),
     (
         {"reward.functions": []},
-        "models.reward is null and reward.functions is empty: one of them must score the responses",
+        "models.reward is null, reward.functions and reward.remote_urls are empty: one must score the responses",
     ),
     ({"reward.weights": [1.0, 2.0]}, "reward.weights has 2 values, reward.functions 1: one each"),
     ({"reward.weights": []}, "reward.weights has 0 values, reward.functions 1: one each"),
@@ -410,7 +410,8 @@ def test_reward_model_with_another_tokenizer(start, hollow, tmp_path):
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     ended = start("--models.reward", str(other))
     assert ended.sentence() == (
-        f"models.reward = {other}: its tokenizer is not the actor's, so it would read other tokens than were sampled"
+        f"models.critic is null and would start as models.reward = {other}, whose tokenizer is not the actor's: "
+        "give a critic, such as the actor's folder"
     )
     assert ended.seconds < 5
 

@@ -19,7 +19,7 @@ from hybrid_rl.distributed import World, free_port, join_world
 from hybrid_rl.engines.deepspeed import TrainEngine
 from hybrid_rl.models import load_actor, load_value_model
 from hybrid_rl.score import Packing, token_logprobs
-from hybrid_rl.update import mini_batches, num_optimizer_steps, update_actor, update_critic
+from hybrid_rl.update import KlInLoss, mini_batches, num_optimizer_steps, update_actor, update_critic
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -171,7 +171,7 @@ def test_aggregations_differ(alone):
 
 def test_metrics_are_means(alone):
     metrics = alone()["metrics"]
-    assert set(metrics) == {"loss", "entropy", "clip_fraction", "ratio", "lr", "grad_norm"}
+    assert set(metrics) == {"loss", "entropy", "clip_fraction", "ratio", "log_ratio", "lr", "grad_norm"}
     assert metrics["lr"] == pytest.approx(1e-2)
     assert 0 < metrics["entropy"] < 3.64 and metrics["grad_norm"] > 0.5
 
@@ -357,3 +357,57 @@ def test_mini_batches_do_not_depend_on_the_ranks(two_ranks, alone, name):
 
 if __name__ == "__main__":
     main()
+
+
+def weights_after(tiny: Path, world: World, batch: TrainBatch, **changes: Any) -> tuple[dict[str, Tensor], dict]:
+    """Return the actor's weights and metrics after one optimizer step on the whole batch."""
+    actor = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
+    engine = TrainEngine(actor, OPTIMIZER, zero_stage=2, total_steps=9, world=world)
+    fields = {name: changes.pop(name) for name in ("kl",) if name in changes}
+    config = UpdateConfig(mini_batch_size=8, micro_batch_tokens=24, **changes)
+    metrics = update_actor(engine, batch, config, world, seed=0, temperature=0.8, max_response_tokens=8, **fields)
+    with engine.gathered([name for name, _, _ in engine.named_shapes()]) as tensors:
+        return {name: t.clone() for name, t in tensors.items()}, metrics
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_sequences_left_out_of_the_loss_are_as_absent(tiny, world, aggregation):
+    everyone = make_batch(tuple(range(8)))
+    mask = everyone.response_mask.clone()
+    mask[[1, 5, 7]] = False
+    masked, _ = weights_after(tiny, world, everyone.with_fields(loss_mask=mask), aggregation=aggregation)
+    absent, _ = weights_after(tiny, world, make_batch((0, 2, 3, 4, 6)), aggregation=aggregation)
+    present, _ = weights_after(tiny, world, everyone, aggregation=aggregation)
+    for name, weight in masked.items():
+        torch.testing.assert_close(weight, absent[name], atol=1e-6, rtol=0)
+    assert any((masked[name] - present[name]).abs().max() > 1e-4 for name in masked)
+
+
+def test_loss_weights_scale_each_tokens_loss(tiny, world):
+    """In the plain policy gradient a factor on the loss is a factor on the advantage."""
+    batch = make_batch(tuple(range(8)))
+    factors = torch.rand(batch.response_mask.shape, generator=torch.Generator().manual_seed(1))
+    weighted, _ = weights_after(tiny, world, batch.with_fields(loss_weights=factors), policy_loss="pg")
+    scaled, _ = weights_after(tiny, world, batch.with_fields(advantages=batch.advantages * factors), policy_loss="pg")
+    plain, _ = weights_after(tiny, world, batch, policy_loss="pg")
+    for name, weight in weighted.items():
+        torch.testing.assert_close(weight, scaled[name], atol=1e-6, rtol=0)
+    assert any((weighted[name] - plain[name]).abs().max() > 1e-4 for name in plain)
+
+
+def test_kl_in_the_loss_pulls_to_the_reference(tiny, world):
+    actor = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
+    batch, packing = make_batch(tuple(range(8))), Packing(max_tokens=24, world=world)
+    old = token_logprobs(actor, batch, packing, temperature=0.8)
+    rest = {"advantages": torch.zeros_like(old), "old_logprobs": old}
+    kl = KlInLoss(coef=0.5, estimator="k2", is_unbiased=False)
+    _, metrics = weights_after(tiny, world, batch.with_fields(ref_logprobs=old, **rest), kl=kl)
+    assert metrics["kl_loss"] == pytest.approx(0, abs=1e-9) and metrics["grad_norm"] < 1e-5
+
+    far = batch.with_fields(ref_logprobs=old + 0.4 * batch.response_mask, **rest)
+    moved, metrics = weights_after(tiny, world, far, kl=kl)
+    assert metrics["kl_loss"] == pytest.approx(0.08, abs=1e-5)  # 0.4^2 / 2
+    actor.model.load_state_dict(moved, strict=False)
+    new = token_logprobs(actor, batch, packing, temperature=0.8)
+    mask = batch.response_mask
+    assert (new - far.ref_logprobs)[mask].square().mean() < 0.95 * (old - far.ref_logprobs)[mask].square().mean()

@@ -68,7 +68,7 @@ def math(prompt: "Prompt", response: str) -> float:
     """Return 1 if math-verify finds the response's last \\boxed{...}, else its last expression, equal to the answer.
 
     The answer is LaTeX or plain text, with or without $ or \\boxed; of a GSM8K answer what follows `####` counts. A
-    word is read as a product of letters, and only inside a box. A comparison of over 2 s, as of towers of powers, is wrong.
+    word is read as a product of letters, and only inside a box. A comparison of over 2 s is wrong.
     """
     import math_verify
 

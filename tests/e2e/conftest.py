@@ -30,8 +30,8 @@ from hybrid_rl.config import (
     SyncConfig,
     UpdateConfig,
     as_dict,
-    validate,
 )
+from hybrid_rl.validate import validate
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
