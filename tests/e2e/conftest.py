@@ -131,6 +131,8 @@ def train_here(read_run: Callable[[Config], Left]) -> Callable[[Config], Left]:
             run.close()
         weights = {}
         for name, engine in {"actor": run.actor, "critic": run.critic}.items():
+            if engine is None:
+                continue
             with engine.gathered([name for name, _, _ in engine.named_shapes()]) as tensors:
                 weights[name] = {name: tensor.clone() for name, tensor in tensors.items()}
         return dataclasses.replace(read_run(config), weights=weights)

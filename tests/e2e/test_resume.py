@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from hybrid_rl.config import ConfigError, as_dict
 from launch import colocated
@@ -59,6 +60,34 @@ def test_two_steps_and_two_more_are_four(four_steps, make_config, train_here, tm
     assert len(first.metrics) == 2
     assert any(not torch.equal(w, four_steps.weights["actor"][name]) for name, w in first.weights["actor"].items())
     assert_same(train_here(make_config(tmp_path, run={"num_steps": 4, "resume": "must"})), four_steps)
+
+
+def test_all_that_has_a_state_goes_on(make_config, train_here, tmp_path):
+    """Moving reference, average, second data set, adaptive KL and running norm: two steps and two more are four."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["1+2=3", "4+4=8", "7+1=8", "2+2=4", "9"]))
+
+    def config(folder: Path, num_steps: int):
+        folder.mkdir(exist_ok=True)
+        return make_config(
+            folder,
+            run={"num_steps": num_steps},
+            models={"reference_every_steps": 1, "reference_alpha": 0.5, "ema_decay": 0.9},
+            reward={"normalize": True, "clip": 5.0},
+            advantage={"kl_target": 0.01, "kl_horizon": 50},
+            ptx={"path": str(texts), "batch_size": 3, "max_tokens": 16},
+        )
+
+    whole = train_here(config(tmp_path / "whole", 4))
+    train_here(config(tmp_path / "parts", 2))
+    assert_same(train_here(config(tmp_path / "parts", 4)), whole)
+    assert len({row["kl_coef"] for row in whole.metrics}) == 4  # it adapts
+    assert all(row["actor/ptx_loss"] > 0 for row in whole.metrics)
+    files = sorted((tmp_path / "whole/run/checkpoints/step_000004").rglob("*.safetensors"))
+    assert len(files) == 2  # the average and the reference
+    for file in files:
+        ours, theirs = load_file(file), load_file(tmp_path / "parts" / file.relative_to(tmp_path / "whole"))
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours.keys() | theirs.keys())
 
 
 def test_a_run_killed_in_step_3_goes_on_from_step_2(four_steps, make_config, train_here, run_python, tmp_path):
