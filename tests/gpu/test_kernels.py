@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 if torch.cuda.is_available():
     from hybrid_rl_kernels import (
+        dispatch,
         fused_logprobs,
         gae,
         gae_kernels,
@@ -218,6 +219,11 @@ for step in range(8):
     loss.backward(); optimizer.step(); optimizer.zero_grad(); losses.append(float(loss))
 print(json.dumps({"losses": losses, "peak": torch.cuda.max_memory_allocated() - before}))
 """
+
+
+@pytest.fixture(autouse=True)
+def triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_SETTING", "triton")
 
 
 def test_a_training_run_is_the_same_with_the_kernels_on_and_off() -> None:
