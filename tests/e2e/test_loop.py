@@ -360,7 +360,8 @@ def test_timeline_is_a_trace_with_the_phases_in_order(live: Live):
     assert all(event["dur"] >= 0 and {"name", "cat", "ts", "pid", "tid"} <= event.keys() for event in spans)
     phases = sorted((event for event in spans if event["name"] in PHASES), key=lambda event: event["ts"])
     expected = [(step, name) for step in (1, 2) for name in PHASES] + [(3, "sync"), (3, "rollout")]
-    assert [(event["args"]["step"], event["name"]) for event in phases] == expected
+    # Judging and scoring are two visits of the same phase: dynamic filtering may sample again in between.
+    assert [place for place, _ in itertools.groupby((e["args"]["step"], e["name"]) for e in phases)] == expected
     for one, next_one in itertools.pairwise(phases):
         assert one["ts"] + one["dur"] <= next_one["ts"]
     num_bytes = sum(4 * math.prod(shape) for _, shape, _ in live.run.actor.named_shapes())
