@@ -1,5 +1,6 @@
 """Log-probs, values and scores of a batch, and the advantages made of them, by hand."""
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -7,16 +8,15 @@ import pytest
 import torch
 
 from hybrid_rl.batch import Prompt, Rollout, TrainBatch, make_train_batch
-from hybrid_rl.config import AdvantageConfig, ModelsConfig, RewardConfig
+from hybrid_rl.config import AdvantageConfig, ModelsConfig, UpdateConfig
 from hybrid_rl.distributed import World
 from hybrid_rl.models import load_actor, load_value_model
-from hybrid_rl.rewards import ScorerPool
 from hybrid_rl.score import (
     LogprobGapError,
     Packing,
     add_advantages,
     check_logprob_gap,
-    score_rollouts,
+    correct,
     sequence_values,
     token_logprobs,
     token_values,
@@ -98,37 +98,6 @@ def test_empty_batch(actor, critic):
     batch = make_train_batch([])
     assert token_logprobs(actor, batch, packing(), temperature=1.0).shape == (0, 1)
     assert sequence_values(critic, batch, packing()).shape == (0,)
-
-
-# Rewards
-
-
-def test_reward_is_the_sum_of_its_parts(critic, batch):
-    """Answers are 3, 4, 5, 6, 7; exact_match is right for the first alone."""
-    config = RewardConfig(functions=["exact_match"], model_weight=0.5, truncation_penalty=0.25)
-    with ScorerPool(["exact_match"], [2.0], timeout_s=10, on_error="raise", num_workers=1) as scorer:
-        scored, sums = score_rollouts(make_rollouts(), packing(), config, scorer=scorer, reward_model=critic)
-    model = sequence_values(critic, batch, packing())
-    expected = 0.5 * model + torch.tensor([2.0, -0.25, 0, -0.25, 0])
-    torch.testing.assert_close(scored.rewards, expected, atol=1e-6, rtol=0)
-    assert sums["reward/model"] == pytest.approx(float(model.sum()), abs=1e-5)
-    assert sums["reward/exact_match"] == 1 and sums["reward/num_failed"] == 0
-
-
-def test_truncation_penalty_alone(critic):
-    plain, _ = score_rollouts(make_rollouts(), packing(), RewardConfig(), scorer=None, reward_model=critic)
-    less, _ = score_rollouts(
-        make_rollouts(), packing(), RewardConfig(truncation_penalty=3.0), scorer=None, reward_model=critic
-    )
-    assert (plain.rewards - less.rewards).tolist() == pytest.approx([0, 3, 0, 3, 0], abs=1e-5)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_reward_that_is_not_finite_names_the_prompt(tiny, value):
-    model = load_value_model(str(tiny / "reward"), ModelsConfig(), CPU, field="models.reward")
-    model.model.model.embed_tokens.weight.data[5] = value  # token 5 stands in prompts 20 and 23
-    with pytest.raises(ValueError, match="reward of prompt 20 is nan"):
-        score_rollouts(make_rollouts(), packing(), RewardConfig(), scorer=None, reward_model=model)
 
 
 # Engine against trainer
@@ -243,3 +212,81 @@ def test_group_advantages_with_kl():
     done, sums = add_advantages(batch, AdvantageConfig(estimator="dr_grpo", kl_coef=0.1), WORLD)
     torch.testing.assert_close(done.advantages, torch.tensor([[0.45, 0.55], [-0.6, 0]]))
     assert sums["kl"] == pytest.approx(1.0)
+
+
+def test_reinforce_pp_is_the_whitened_return():
+    """Returns with gamma 0.5 and KL 0.1 * d: row 0 has tokens paid -0.05 and 1 + 0.05, row 1 one of -2 - 0.1."""
+    ref = torch.tensor([[-1.5, -0.5], [-2.0, 0]])
+    batch = scored_batch([2, 1], [1.0, -2.0], [0, 1], ref_logprobs=ref)
+    config = AdvantageConfig(estimator="reinforce_pp", gamma=0.5, kl_coef=0.1)
+    raw = torch.tensor([-0.05 + 0.525, 1.05, -2.1])
+    done, _ = add_advantages(batch, config, WORLD)
+    torch.testing.assert_close(done.advantages[batch.response_mask], (raw - raw.mean()) / raw.std(correction=0))
+    plain, _ = add_advantages(batch, dataclasses.replace(config, whiten=False), WORLD)
+    torch.testing.assert_close(plain.advantages[batch.response_mask], raw)
+
+
+def test_reinforce_pp_baseline_is_centred_then_whitened():
+    batch = scored_batch([2, 1, 1, 1], [1.0, 0.0, 4.0, 0.0], [7, 7, 8, 8])
+    done, _ = add_advantages(batch, AdvantageConfig(estimator="reinforce_pp_baseline"), WORLD)
+    raw = torch.tensor([0.5, 0.5, -0.5, 2.0, -2.0])
+    torch.testing.assert_close(done.advantages[batch.response_mask], (raw - raw.mean()) / raw.std(correction=0))
+
+
+def test_opo_weights_the_baseline_by_length():
+    """Baseline (2 * 1 + 1 * 0) / 3 = 2/3."""
+    batch = scored_batch([2, 1], [1.0, 0.0], [7, 7])
+    done, _ = add_advantages(batch, AdvantageConfig(estimator="opo"), WORLD)
+    torch.testing.assert_close(done.advantages, torch.tensor([[1 / 3, 1 / 3], [-2 / 3, 0]]))
+
+
+def test_remax_subtracts_the_greedy_reward():
+    batch = scored_batch([2, 1], [1.0, 0.0], [7, 8], baselines=torch.tensor([0.25, 1.0]))
+    done, _ = add_advantages(batch, AdvantageConfig(estimator="remax"), WORLD)
+    torch.testing.assert_close(done.advantages, torch.tensor([[0.75, 0.75], [-1.0, 0]]))
+
+
+def test_the_critic_may_have_its_own_lambda():
+    """With lambda 1 the targets are the discounted returns, whatever the values."""
+    batch = scored_batch([2, 1, 0], [1.0, -2.0, 7.0], [0, 1, 2], values=VALUES)
+    config = AdvantageConfig(gamma=0.9, gae_lambda=0.5, critic_lambda=1.0, whiten=False)
+    done, _ = add_advantages(batch, config, WORLD)
+    torch.testing.assert_close(done.advantages, torch.tensor([[0.0625, 0.75], [-2.4, 0], [0, 0]]))
+    torch.testing.assert_close(done.returns, torch.tensor([[0.9, 1.0], [-2.0, 0], [0, 0]]))
+
+
+def test_lambda_that_grows_with_the_response():
+    """alpha 1: lambda is 1 - 1/2 for two tokens, 0 for one."""
+    batch = scored_batch([2, 1, 0], [1.0, -2.0, 7.0], [0, 1, 2], values=VALUES)
+    config = AdvantageConfig(gamma=0.9, gae_lambda=1.0, length_adaptive_alpha=1.0, whiten=False)
+    done, _ = add_advantages(batch, config, WORLD)
+    torch.testing.assert_close(done.advantages, torch.tensor([[0.0625, 0.75], [-2.4, 0], [0, 0]]))
+
+
+def test_kl_in_the_loss_is_logged_and_not_paid():
+    ref = torch.tensor([[-1.5, -0.5], [-2.0, 5.0]])
+    batch = scored_batch([2, 1], [1.0, 0.0], [7, 7], ref_logprobs=ref)
+    config = AdvantageConfig(estimator="dr_grpo", kl_coef=0.1, kl_in="loss")
+    done, sums = add_advantages(batch, config, WORLD)
+    torch.testing.assert_close(done.advantages, torch.tensor([[0.5, 0.5], [-0.5, 0]]))
+    assert sums["kl"] == pytest.approx(1.0)
+
+
+# What counts in the losses
+
+
+def test_truncated_responses_may_be_left_out():
+    batch = scored_batch([2, 2], [1.0, 0.0], [7, 7])  # the second is truncated
+    done, sums = correct(batch, UpdateConfig(mask_truncated=True))
+    assert done.loss_mask.tolist() == [[True, True], [False, False]] and sums == {}
+    assert correct(batch, UpdateConfig())[0].loss_mask.all()
+
+
+def test_correction_by_hand():
+    """old - rollout = log 4, log 1 | log 0.25: truncated to 2, kept, truncated to 0.5."""
+    batch = scored_batch([2, 1], [1.0, 0.0], [7, 7])
+    old = batch.rollout_logprobs + torch.tensor([[4.0, 1.0], [0.25, 1.0]]).log()
+    batch = batch.with_fields(old_logprobs=old)
+    done, sums = correct(batch, UpdateConfig(correction="tis"))
+    torch.testing.assert_close(done.loss_weights, torch.tensor([[2.0, 1.0], [0.5, 0.0]]))
+    assert sums == {"correction/weight": pytest.approx(3.5), "correction/out": 2.0}
