@@ -17,9 +17,9 @@ from hybrid_rl.config import (
     RolloutConfig,
     RunConfig,
     UpdateConfig,
-    validate,
 )
 from hybrid_rl.engines import Sampling
+from hybrid_rl.validate import validate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
