@@ -246,7 +246,7 @@ class UpdateConfig:
     policy_loss: Literal["clip", "gspo", "cispo", "pg"] = "clip"
     """PPO's clip, GSPO's sequence ratio, CISPO's clipped weight, or the plain policy gradient; see hybrid_rl.loss."""
     clip_low: float = 0.2
-    """Ratio is clipped at 1 - clip_low."""
+    """Ratio is clipped at 1 - clip_low; with cispo 1 is no lower bound, as in its paper."""
     clip_high: float = 0.2
     """Ratio is clipped at 1 + clip_high."""
     dual_clip: float | None = None

@@ -140,7 +140,8 @@ def _check_rollout(config: Config) -> None:
 
 def _check_update(config: Config) -> None:
     update = config.update
-    check(0 <= update.clip_low < 1, f"update.clip_low = {update.clip_low}: must lie in [0, 1)")
+    is_unbounded = update.clip_low == 1 and update.policy_loss == "cispo"
+    check(0 <= update.clip_low < 1 or is_unbounded, f"update.clip_low = {update.clip_low}: must lie in [0, 1)")
     if update.dual_clip is not None:
         check(update.dual_clip > 1, f"update.dual_clip = {update.dual_clip}: must be greater than 1")
         check(

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_rl import build
 from hybrid_rl.batch import Rollout, TrainBatch
-from hybrid_rl.config import Config
+from hybrid_rl.config import Config, ConfigError
 from hybrid_rl.engines.vllm import VllmEngine
 from hybrid_rl.record import Recorder
 from hybrid_rl.validate import validate
@@ -137,6 +137,13 @@ def test_says_which_recipe_it_is(name: str):
     config = read(name)
     assert (CONFIGS / f"{name}.yaml").read_text().startswith("# ")
     assert config.run.name == name and config.models.actor == "demo:policy" and config.prompts.path == "demo:train"
+
+
+def test_cispo_may_go_without_a_lower_bound():
+    cispo, grpo = read("cispo"), read("grpo")
+    assert validate(replace(cispo, update=replace(cispo.update, clip_low=1.0))).update.clip_low == 1.0
+    with pytest.raises(ConfigError, match=r"update\.clip_low = 1\.0: must lie in"):
+        validate(replace(grpo, update=replace(grpo.update, clip_low=1.0)))
 
 
 @pytest.mark.parametrize("name", RECIPES)
