@@ -88,7 +88,7 @@ def choose_attention(
     return next(name for name, ok in supported.items() if ok and there[name])
 
 
-def packing_arguments(model: PreTrainedModel, cu_seqlens: Tensor, max_length: int) -> dict[str, Any]:
+def packing_arguments(model: PreTrainedModel, cu_seqlens: Tensor, max_length: int, num_tokens: int) -> dict[str, Any]:
     """Return what a model must be told, beside position ids, so that each packed sequence sees only itself."""
     implementation = model.config._attn_implementation
     if implementation in ("varlen", "flash_attention_2"):
@@ -101,7 +101,7 @@ def packing_arguments(model: PreTrainedModel, cu_seqlens: Tensor, max_length: in
     if getattr(model.config.get_text_config(), "sliding_window", None) is not None:
         return {}  # it makes one mask for each kind of layer, from where position ids restart
     # Not every model makes its mask from position_ids: OPT's sequences would see their neighbours.
-    mask = _block_causal_mask(cu_seqlens, int(cu_seqlens[-1]))
+    mask = _block_causal_mask(cu_seqlens, num_tokens)
     if implementation == "eager":  # adds its mask to the scores
         lowest = torch.finfo(model.dtype).min
         mask = torch.zeros(mask.shape, dtype=model.dtype, device=mask.device).masked_fill_(~mask, lowest)

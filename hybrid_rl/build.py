@@ -28,6 +28,7 @@ from hybrid_rl.models import (
     choose_dtype,
     eos_token_ids,
     load_actor,
+    load_other_tokenizer,
     load_tokenizer,
     load_value_model,
 )
@@ -161,17 +162,9 @@ def load_data(config: Config, world: World) -> Data:
         eval_prompts=eval_prompts[world.rank :: world.size],
         scorer=make_scorer(reward.functions, reward.weights, on_error=reward.on_error) if reward.functions else None,
         eval_scorer=make_scorer([config.run.eval_function], on_error="zero") if eval_prompts else None,
-        reward_tokenizer=_other_tokenizer(config, tokenizer),
+        reward_tokenizer=load_other_tokenizer(config.models.reward, tokenizer) if config.models.reward else None,
         ptx_texts=load_texts(config.ptx, tokenizer) if config.ptx.path else [],
     )
-
-
-def _other_tokenizer(config: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
-    """Return the reward model's tokenizer where it is not the actor's."""
-    if config.models.reward is None:
-        return None
-    other = load_tokenizer(config.models.reward)
-    return None if other.get_vocab() == tokenizer.get_vocab() else other
 
 
 def find_checkpoint(config: Config, world: World) -> Path | None:

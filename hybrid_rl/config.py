@@ -170,9 +170,9 @@ class RewardConfig:
     overlong_penalty: float = 1.0
     """Subtracted at the end of that buffer."""
     clip: float | None = None
-    """The sum of all rewards is cut to [-clip, clip]; null leaves it."""
+    """Rewards are cut to [-clip, clip], after penalties and normalisation; null leaves them."""
     normalize: bool = False
-    """Divide by the running standard deviation of all rewards seen, after subtracting their running mean."""
+    """Subtract the running mean of all rewards seen, penalties included, and divide by their standard deviation."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,30 +152,23 @@ class Filter:
         return self._kept.select(rows), metrics
 
 
-def shape_rewards(
-    scores: Tensor,
-    lengths: Tensor,
-    is_truncated: Tensor,
-    config: RewardConfig,
-    *,
-    max_response_tokens: int,
-    normalizer: RunningNormalizer | None = None,
+def penalize(
+    scores: Tensor, lengths: Tensor, is_truncated: Tensor, config: RewardConfig, *, max_response_tokens: int
 ) -> Tensor:
-    """Return the rewards, [B] float32: scores minus penalties for length, normalised, clipped.
-
-    Args:
-        scores: [B] float32.
-        lengths, is_truncated: [B] int64 and bool, of the responses.
-        normalizer: applied as it stands.
-    """
+    """Return scores [B] float32 minus the penalties for length; lengths and is_truncated are [B] int64 and bool."""
     rewards = scores - config.truncation_penalty * is_truncated.float()
-    if config.overlong_buffer:
-        rewards = rewards + overlong_penalty(
-            lengths,
-            max_response_tokens=max_response_tokens,
-            buffer=config.overlong_buffer,
-            penalty=config.overlong_penalty,
-        )
+    if not config.overlong_buffer:
+        return rewards
+    return rewards + overlong_penalty(
+        lengths,
+        max_response_tokens=max_response_tokens,
+        buffer=config.overlong_buffer,
+        penalty=config.overlong_penalty,
+    )
+
+
+def normalize_and_clip(rewards: Tensor, config: RewardConfig, normalizer: RunningNormalizer | None) -> Tensor:
+    """Return rewards [B] as the settings want them; the normaliser is applied as it stands."""
     if normalizer is not None:
         rewards = normalizer.apply(rewards)
     return rewards if config.clip is None else rewards.clamp(-config.clip, config.clip)
@@ -191,27 +184,13 @@ def add_rewards(
 ) -> TrainBatch:
     """Return the batch of some responses with its rewards; the normaliser sees all ranks' rewards first."""
     batch = make_train_batch(scored.rollouts)
-    lengths, is_truncated = batch.response_lengths, batch.is_truncated
+    rewards = penalize(
+        scored.scores, batch.response_lengths, batch.is_truncated, config, max_response_tokens=max_response_tokens
+    )
     if normalizer is not None:
-        raw = shape_rewards(
-            scored.scores, lengths, is_truncated, replace(config, clip=None), max_response_tokens=max_response_tokens
-        )
-        normalizer.update(*world.sum(masked_sums(raw, torch.ones_like(raw, dtype=torch.bool))).tolist())
-
-    def shape(scores: Tensor) -> Tensor:
-        return shape_rewards(
-            scores, lengths, is_truncated, config, max_response_tokens=max_response_tokens, normalizer=normalizer
-        )
-
+        normalizer.update(*world.sum(masked_sums(rewards, torch.ones_like(rewards, dtype=torch.bool))).tolist())
     baselines = None
-    if scored.baselines:
+    if scored.baselines:  # without penalties: those are of the sampled response, not of the greedy one
         greedy = torch.tensor([scored.baselines[r.prompt.prompt_id] for r in scored.rollouts])
-        baselines = shape_rewards(
-            greedy,
-            torch.zeros_like(lengths),  # the penalties are of the sampled response, not of the greedy one
-            torch.zeros_like(is_truncated),
-            config,
-            max_response_tokens=max_response_tokens,
-            normalizer=normalizer,
-        )
-    return batch.with_fields(rewards=shape(scored.scores), baselines=baselines)
+        baselines = normalize_and_clip(greedy, config, normalizer)
+    return batch.with_fields(rewards=normalize_and_clip(rewards, config, normalizer), baselines=baselines)

@@ -86,9 +86,9 @@ def check_models(config: Config) -> None:
     paths = {f"models.{name}": path for name, path in paths.items() if path is not None}
     prompt, response = config.prompts.max_prompt_tokens, config.rollout.max_response_tokens
     configs = {field: load_config(path, field=field) for field, path in paths.items()}
-    vocabulary = load_tokenizer(config.models.actor).get_vocab()
+    tokenizer = load_tokenizer(config.models.actor)
     for field, path in paths.items():
-        has_own_tokens = load_tokenizer(path).get_vocab() != vocabulary
+        has_own_tokens = load_other_tokenizer(path, tokenizer) is not None
         if has_own_tokens and field == "models.reward":
             check(
                 config.models.critic is not None or not config.has_critic,
@@ -233,6 +233,16 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: no tokenizer there ({str(error).splitlines()[0]})") from error
+
+
+def load_other_tokenizer(path: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer of a model folder if its tokens are not those of the given one, else None.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    other = load_tokenizer(path)
+    return None if other.get_vocab() == tokenizer.get_vocab() else other
 
 
 def eos_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -86,7 +86,7 @@ class PackedModel(nn.Module):
     ) -> dict[str, Tensor | int]:
         """Return what the Hugging Face model is called with: one row of N tokens, or [S, L] padded on the right."""
         if not self.is_padded:
-            arguments = packing_arguments(self.model, cu_seqlens, max_length)
+            arguments = packing_arguments(self.model, cu_seqlens, max_length, input_ids.shape[1])
             return {"input_ids": input_ids, "position_ids": position_ids, **arguments}
         mask = _row_mask(cu_seqlens, max_length)
         rows = input_ids.new_zeros(mask.shape).masked_scatter(mask, input_ids)

@@ -147,8 +147,9 @@ def add_advantages(
     if batch.ref_logprobs is not None:
         kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, config.kl_estimator)
         sums["kl"] = float(torch.where(mask, kl, 0).sum())
-    coef = 0.0 if kl is None or config.kl_in == "loss" else config.kl_coef if kl_coef is None else kl_coef
-    returns = None
+    returns, coef = None, config.kl_coef if kl_coef is None else kl_coef
+    if config.kl_in == "loss":
+        coef = 0.0
     if config.estimator in ("gae", "reinforce_pp", "remax"):
         rewards = token_rewards(batch.rewards, mask, kl=kl, kl_coef=coef)
         if config.estimator == "gae":

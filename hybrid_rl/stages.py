@@ -1,6 +1,5 @@
 """What each phase of the loop does with the parts of a run."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,16 +20,11 @@ Metrics = dict[str, float]
 def generate(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[list[Rollout], list[Rollout]]:
     """Sample the prompts' responses, and for ReMax each prompt's most likely one too."""
     config, data = run.config, run.data
-    sample = functools.partial(
-        rollout.collect_rollouts, prompts, run.engine, data.tokenizer, stop_token_ids=data.stop_token_ids
-    )
-    sampled = sample(config.rollout, run_seed=config.run.seed, step=step)
+    arguments, stop_token_ids = (prompts, run.engine, data.tokenizer, config.rollout), data.stop_token_ids
+    sampled = rollout.collect_rollouts(*arguments, stop_token_ids=stop_token_ids, run_seed=config.run.seed, step=step)
     if config.advantage.estimator != "remax":
         return sampled, []
-    greedy = rollout.generate_greedy(
-        prompts, run.engine, data.tokenizer, config.rollout, stop_token_ids=data.stop_token_ids
-    )
-    return sampled, greedy
+    return sampled, rollout.generate_greedy(*arguments, stop_token_ids=stop_token_ids)
 
 
 def judge(run: Run, rollouts: Sequence[Rollout], greedy: Sequence[Rollout]) -> Scored:

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from hybrid_rl.batch import Prompt, Rollout
 from hybrid_rl.distributed import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -75,6 +76,23 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lines = [json.dumps({"prompt": f"{i}+{i % 3}=", "answer": str(i + i % 3)}) for i in rows]
         (root / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     return root
+
+
+@pytest.fixture
+def five_rollouts() -> list[Rollout]:
+    """Five responses, of 2, 4, 0, 3 and 1 tokens; the second and the fourth are truncated. The answers are 3 to 7."""
+    responses = [[5, 0], [3, 4, 11, 9], [], [6, 12, 8], [0]]
+    return [
+        Rollout(
+            prompt=Prompt(prompt_id=20 + i, text="", token_ids=[2 + i] * (i + 1), answer=str(i + 3)),
+            sequence_id=i,
+            response_ids=ids,
+            rollout_logprobs=[-1.0] * len(ids),
+            is_truncated=i in (1, 3),
+            text=text,
+        )
+        for i, (ids, text) in enumerate(zip(responses, ["3", "12", "", "4+", "5"], strict=True))
+    ]
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,9 @@ from hybrid_rl.judge import (
     Scored,
     add_rewards,
     informative_rows,
+    normalize_and_clip,
+    penalize,
     score_rollouts,
-    shape_rewards,
 )
 from hybrid_rl.models import load_value_model
 from hybrid_rl.rewards import RunningNormalizer, ScorerPool
@@ -25,22 +26,6 @@ from hybrid_rl.score import Packing, sequence_values
 
 CPU = torch.device("cpu")
 WORLD = World(rank=0, size=1, local_rank=0, device=CPU)
-
-
-def make_rollouts() -> list[Rollout]:
-    """Five responses, of 2, 4, 0, 3 and 1 tokens; the second and the fourth are truncated. The answers are 3 to 7."""
-    responses = [[5, 0], [3, 4, 11, 9], [], [6, 12, 8], [0]]
-    return [
-        Rollout(
-            prompt=Prompt(prompt_id=20 + i, text="", token_ids=[2 + i] * (i + 1), answer=str(i + 3)),
-            sequence_id=i,
-            response_ids=ids,
-            rollout_logprobs=[-1.0] * len(ids),
-            is_truncated=i in (1, 3),
-            text=text,
-        )
-        for i, (ids, text) in enumerate(zip(responses, ["3", "12", "", "4+", "5"], strict=True))
-    ]
 
 
 def scored(scores: list[float], groups: list[int]) -> Scored:
@@ -66,21 +51,21 @@ def model_of(folder: Path, spoil: float | None = None):
     return lambda rollouts: sequence_values(critic, make_train_batch(rollouts), packing)
 
 
-def test_score_is_the_weighted_sum_of_its_sources(tiny):
+def test_score_is_the_weighted_sum_of_its_sources(tiny, five_rollouts):
     model = model_of(tiny)
     config = RewardConfig(functions=["exact_match"], model_weight=0.5)
     with ScorerPool(["exact_match"], [2.0], timeout_s=10, on_error="raise", num_workers=1) as scorer:
-        found = score_rollouts(make_rollouts(), RewardSources(functions=scorer, model=model), config)
-    values = model(make_rollouts())
+        found = score_rollouts(five_rollouts, RewardSources(functions=scorer, model=model), config)
+    values = model(five_rollouts)
     torch.testing.assert_close(found.scores, 0.5 * values + torch.tensor([2.0, 0, 0, 0, 0]))
     assert found.sums["reward/model"] == pytest.approx(float(values.sum()), abs=1e-5)
     assert found.sums["reward/exact_match"] == 1 and found.sums["reward/num_failed"] == 0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_score_that_is_not_finite_names_the_prompt(tiny, value):
+def test_score_that_is_not_finite_names_the_prompt(tiny, five_rollouts, value):
     with pytest.raises(ValueError, match="reward of prompt 20 is nan"):
-        score_rollouts(make_rollouts(), RewardSources(model=model_of(tiny, spoil=value)), RewardConfig())
+        score_rollouts(five_rollouts, RewardSources(model=model_of(tiny, spoil=value)), RewardConfig())
 
 
 def test_groups_of_equal_scores_teach_nothing():
@@ -123,8 +108,9 @@ def test_rewards_by_hand():
     """Lengths 2, 9 and 10 of 10, buffer 4: from 6 on, 3/4 and 4/4 of the penalty; the last is truncated."""
     config = RewardConfig(truncation_penalty=0.5, overlong_buffer=4, overlong_penalty=2.0)
     arguments = (torch.tensor([1.0, 1.0, 1.0]), torch.tensor([2, 9, 10]), torch.tensor([False, False, True]))
-    assert shape_rewards(*arguments, config, max_response_tokens=10).tolist() == [1.0, -0.5, -1.5]
-    clipped = shape_rewards(*arguments, RewardConfig(truncation_penalty=9.0, clip=0.25), max_response_tokens=10)
+    assert penalize(*arguments, config, max_response_tokens=10).tolist() == [1.0, -0.5, -1.5]
+    config = RewardConfig(truncation_penalty=9.0, clip=0.25)
+    clipped = normalize_and_clip(penalize(*arguments, config, max_response_tokens=10), config, None)
     assert clipped.tolist() == [0.25, 0.25, -0.25]
 
 

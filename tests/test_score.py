@@ -24,28 +24,11 @@ from hybrid_rl.score import (
 
 CPU = torch.device("cpu")
 WORLD = World(rank=0, size=1, local_rank=0, device=CPU)
-TEXTS = ["3", "12", "", "4+", "5"]
-
-
-def make_rollouts() -> list[Rollout]:
-    """Five responses, of 2, 4, 0, 3 and 1 tokens; the second and the fourth are truncated."""
-    responses = [[5, 0], [3, 4, 11, 9], [], [6, 12, 8], [0]]
-    return [
-        Rollout(
-            prompt=Prompt(prompt_id=20 + i, text="", token_ids=[2 + i] * (i + 1), answer=str(i + 3)),
-            sequence_id=i,
-            response_ids=ids,
-            rollout_logprobs=[-1.0] * len(ids),
-            is_truncated=i in (1, 3),
-            text=text,
-        )
-        for i, (ids, text) in enumerate(zip(responses, TEXTS, strict=True))
-    ]
 
 
 @pytest.fixture
-def batch() -> TrainBatch:
-    return make_train_batch(make_rollouts())
+def batch(five_rollouts: list[Rollout]) -> TrainBatch:
+    return make_train_batch(five_rollouts)
 
 
 def packing(max_tokens: int = 64) -> Packing:
@@ -270,6 +253,12 @@ def test_kl_in_the_loss_is_logged_and_not_paid():
     done, sums = add_advantages(batch, config, WORLD)
     torch.testing.assert_close(done.advantages, torch.tensor([[0.5, 0.5], [-0.5, 0]]))
     assert sums["kl"] == pytest.approx(1.0)
+
+
+def test_kl_without_a_reference_is_an_error():
+    batch = scored_batch([2, 1], [1.0, 0.0], [0, 1], values=torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="kl_coef is 0.1 but kl is None"):
+        add_advantages(batch, AdvantageConfig(kl_coef=0.1), WORLD)
 
 
 # What counts in the losses

@@ -1,10 +1,8 @@
 """The result of an update does not depend on how its sequences are cut, over micro-batches or over ranks."""
 
-import json
-import os
-import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_rl.batch import Prompt, Rollout, TrainBatch, make_train_batch
 from hybrid_rl.config import ModelsConfig, OptimizerConfig, UpdateConfig
-from hybrid_rl.distributed import World, free_port, join_world
+from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.deepspeed import TrainEngine
 from hybrid_rl.models import load_actor, load_value_model
 from hybrid_rl.score import Packing, token_logprobs
@@ -100,16 +98,6 @@ def run_case(case: Case, folder: Path, world: World) -> dict[str, Any]:
     rows = mini_batches(batch.sequence_ids, case.mini_batch_size, seed=3, world=world)
     composition = [batch.sequence_ids[r].tolist() for r in rows]
     return {"weights": weights, "metrics": metrics, "mini_batches": composition}
-
-
-def main() -> None:
-    """Run the cases of a job file as one of its ranks, and leave the results beside it."""
-    job = Path(sys.argv[1])
-    torch.set_num_threads(1)
-    world = join_world(timeout_s=60)
-    cases = [Case(**{**case, "rows": tuple(map(tuple, case["rows"]))}) for case in json.loads(job.read_text())]
-    results = [run_case(case, Path(sys.argv[2]), world) for case in cases]
-    torch.save(results, job.with_name(f"rank{world.rank}.pt"))
 
 
 @pytest.fixture(scope="module")
@@ -297,41 +285,10 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def two_ranks(on_two_ranks: Callable[[str], list[Any]]) -> dict[str, list[dict[str, Any]]]:
     """Run every case in two processes over gloo; return each case's result on rank 0 and on rank 1."""
-    folder = tmp_path_factory.mktemp("two_ranks")
-    job = folder / "job.json"
-    job.write_text(json.dumps([asdict(case) for case in CASES.values()]))
-    common = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-    }
-    logs = [(folder / f"rank{rank}.log").open("w") for rank in range(2)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(job), str(tiny)],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=logs[rank],
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]
-    try:
-        codes = [process.wait(timeout=180) for process in processes]
-    finally:
-        for process, log in zip(processes, logs, strict=True):
-            process.kill()
-            process.wait()
-            log.close()
-    text = "".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(2))
-    assert codes == [0, 0], text
-    results = [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
-    return {name: [results[0][i], results[1][i]] for i, name in enumerate(CASES)}
+    first, second = on_two_ranks(__file__)
+    return {name: [first[i], second[i]] for i, name in enumerate(CASES)}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -353,10 +310,6 @@ def test_mini_batches_do_not_depend_on_the_ranks(two_ranks, alone, name):
     assert [sorted(a + b) for a, b in zip(first, second, strict=True)] == [sorted(x) for x in expected["mini_batches"]]
     if "without" in name:
         assert [] in second  # a rank that has nothing to do joins in all the same
-
-
-if __name__ == "__main__":
-    main()
 
 
 def weights_after(tiny: Path, world: World, batch: TrainBatch, **changes: Any) -> tuple[dict[str, Tensor], dict]:
@@ -410,3 +363,15 @@ def test_kl_in_the_loss_pulls_to_the_reference(tiny, world):
     actor.model.load_state_dict(moved, strict=False)
     new = token_logprobs(actor, batch, packing, temperature=0.8)
     assert (new - old)[batch.response_mask].mean() > 0.1  # a step of 1e-2 passes the target, on its side
+
+
+def main() -> None:
+    """Run all cases as one of two ranks, and leave the results in the folder."""
+    folder, tiny = map(Path, sys.argv[1:])
+    torch.set_num_threads(1)
+    world = join_world(timeout_s=60)
+    torch.save([run_case(case, tiny, world) for case in CASES.values()], folder / f"rank{world.rank}.pt")
+
+
+if __name__ == "__main__":
+    main()
