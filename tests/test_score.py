@@ -257,7 +257,7 @@ def test_kl_in_the_loss_is_logged_and_not_paid():
 
 def test_kl_without_a_reference_is_an_error():
     batch = scored_batch([2, 1], [1.0, 0.0], [0, 1], values=torch.zeros(2, 2))
-    with pytest.raises(ValueError, match="kl_coef is 0.1 but kl is None"):
+    with pytest.raises(ValueError, match=r"kl_coef is 0\.1 but kl is None"):
         add_advantages(batch, AdvantageConfig(kl_coef=0.1), WORLD)
 
 
