@@ -2,6 +2,7 @@
 
 python profiling/bench_kernels.py                    # the table of the README, on a GPU
 python profiling/bench_kernels.py --sweep            # tiles and chunks: the constants of the kernels
+python profiling/bench_kernels.py --breakdown        # which kernels the time of a step goes to
 python profiling/bench_kernels.py --device cpu --tiny  # a dry run in Triton's interpreter
 
 G is cuBLAS's bfloat16 product of the shape in the same run. liger-kernel, cut-cross-entropy and matplotlib are used
@@ -26,6 +27,7 @@ if "--tiny" in sys.argv:
 import torch
 import torch.utils.checkpoint
 import triton
+from bench_breakdown import breakdown
 from bench_sweep import sweep
 from torch import Tensor
 
@@ -225,6 +227,17 @@ def one_pass(p: Problem, path: logit_passes.Path) -> Run:
     return run
 
 
+def own_steps(p: Problem) -> dict[str, Run]:
+    """Return our own forward with backward on the path of its shape, and the one-pass loss, by name."""
+    path = logit_passes.choose_path(*p.hidden.shape, len(p.weight), p.hidden.device)
+
+    def both() -> object:
+        values, _ = logprobs.fused_logprobs(p.hidden, p.weight, p.targets, path=path)
+        return torch.autograd.grad(values, (p.hidden, p.weight), p.upstream)
+
+    return {f"forward+backward {path}": both, f"token loss {path}": one_pass(p, path)}
+
+
 def logprob_rows(shape: tuple[int, int, int], clock: Clock, only: str) -> Iterator[Row]:
     """Yield the rows of one shape: forward, forward and backward, and loss with gradients."""
     p, name = Problem.make(shape, clock.device), "x".join(map(str, shape))
@@ -348,6 +361,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small shapes in Triton's interpreter")
     parser.add_argument("--quick", action="store_true", help="5 repeats in place of 31")
     parser.add_argument("--sweep", action="store_true", help="search the kernels' constants instead of comparing")
+    parser.add_argument("--breakdown", action="store_true", help="trace our own kernels instead of comparing")
     parser.add_argument("--only", default="", help="providers whose name holds this")
     parser.add_argument("--shapes", nargs="*", help="TxHxV, or BxT for gae; all when left out")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -358,6 +372,11 @@ def main() -> None:
     clock = Clock(device=args.device, repeats=5 if args.quick or args.sweep else 2 if args.tiny else 31)
     if args.sweep:
         sweep(shapes, clock, Problem.make, is_tiny=args.tiny)
+        return
+    if args.breakdown:
+        for shape in (shape for shape in shapes if len(shape) == 3):
+            p = Problem.make(shape, args.device)
+            breakdown("x".join(map(str, shape)), own_steps(p), p.product_ms(clock))
         return
     rows: list[Row] = []
     for shape in shapes:

@@ -47,7 +47,7 @@ CHUNKS = [(2048, 2048), (4096, 2048), (4096, 4096), (8192, 2048), (2048, 4096), 
 MODES = {
     "STATS_TILES": logprob_kernels.STATS,
     "GRADIENT_TILES": logprob_kernels.GRADIENT,
-    "GRADIENT_TILES, numerators": logprob_kernels.NUMERATORS,
+    "NUMERATOR_TILES": logprob_kernels.NUMERATORS,
 }
 GRADIENT_COLUMNS = 8192
 NUMERATOR_ROWS = 1664
@@ -88,7 +88,7 @@ def _passes(p: Any, clock: Any, G: float, name: str, is_tiny: bool) -> None:
 
         def fused(text: str, constant: str = constant, work: Work = work) -> Callable[[], object]:
             def run() -> object:
-                setattr(logit_passes, constant.split(",")[0], _tiles(text))
+                setattr(logit_passes, constant, _tiles(text))
                 return logit_passes.states(work, "fused")
 
             return run
@@ -159,7 +159,7 @@ def sweep(shapes: list[tuple[int, ...]], clock: Any, make_problem: Callable[...,
         G = p.product_ms(clock)
         before = vars(logit_passes).copy()
         _passes(p, clock, G, name, is_tiny)
-        for constant in ("STATS_TILES", "GRADIENT_TILES", "CHUNK_ROWS", "CHUNK_COLUMNS"):
+        for constant in (*MODES, "CHUNK_ROWS", "CHUNK_COLUMNS"):
             setattr(logit_passes, constant, before[constant])
         _budgets(p, clock, G, name, is_tiny)
     for line in clock.missing:

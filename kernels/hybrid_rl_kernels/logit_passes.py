@@ -45,8 +45,9 @@ class Tiles:
     """Loads of the next tile start while this one is reduced."""
 
 
-# All constants below are measured by `profiling/bench_kernels.py --sweep`; these are estimates until it has run.
-STATS_TILES = Tiles(rows=128, columns=256, k=64, num_warps=8, num_stages=4)
+# Measured by `profiling/bench_kernels.py --sweep` on an H200, November 2026.
+STATS_TILES = Tiles(rows=128, columns=256, k=64, num_warps=8, num_stages=3, is_flat=False)
+NUMERATOR_TILES = Tiles(rows=128, columns=256, k=64, num_warps=8, num_stages=3, is_flat=False)
 GRADIENT_TILES = Tiles(rows=128, columns=256, k=64, num_warps=8, num_stages=3)
 MIN_SPLITS = 8
 PROGRAM_START = 0.1
@@ -178,8 +179,13 @@ def states(work: Work, path: Path) -> Tensor:
     return _fused(work) if path == "fused" else _chunked(work)
 
 
+def tiles_of(mode: int) -> Tiles:
+    """Return the tiles of hybrid_rl_vocab_kernel in one of its modes."""
+    return {kernels.STATS: STATS_TILES, kernels.NUMERATORS: NUMERATOR_TILES, kernels.GRADIENT: GRADIENT_TILES}[mode]
+
+
 def _fused(work: Work) -> Tensor:
-    tiles = STATS_TILES if work.mode == kernels.STATS else GRADIENT_TILES
+    tiles = tiles_of(work.mode)
     hidden, weight = work.hidden.contiguous(), work.head.weight.contiguous()
     num_row_tiles, num_tiles = -(-len(hidden) // tiles.rows), -(-len(weight) // tiles.columns)
     num_slots = num_processors(hidden.device) * tiles.programs_per_sm

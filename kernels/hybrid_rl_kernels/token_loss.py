@@ -67,7 +67,7 @@ class _Buffers:
 
     @staticmethod
     def empty(hidden: Tensor, num_words: int, num_rows: int, path: Path) -> "_Buffers":
-        tile_width = passes.GRADIENT_TILES.columns if path == "fused" else passes.ROW_TILE[1]
+        tile_width = passes.NUMERATOR_TILES.columns if path == "fused" else passes.ROW_TILE[1]
         shape = (num_rows, hidden.shape[1])
         return _Buffers(
             numerators=hidden.new_empty((num_rows, -(-num_words // 64) * 64))[:, :num_words],

@@ -57,7 +57,7 @@ MODES = [(kernels.STATS, False), (kernels.NUMERATORS, False), (kernels.GRADIENT,
 @pytest.mark.parametrize("has_bias, has_cap", [(False, False), (True, True)])
 @pytest.mark.parametrize("mode, has_entropy", MODES)
 def test_vocab_kernel_multiplies_on_tensor_cores(mode, has_entropy, has_bias, has_cap):
-    tiles = logit_passes.STATS_TILES if mode == kernels.STATS else logit_passes.GRADIENT_TILES
+    tiles = logit_passes.tiles_of(mode)
     ints = ("num_rows", "num_columns", "num_hidden", "first_column", "tiles_per_split", "num_splits")
     out = None if mode == kernels.STATS else f"tensordesc<bf16[{tiles.rows}, {tiles.columns}]>"
     arguments = {

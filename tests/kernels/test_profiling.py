@@ -42,7 +42,15 @@ def test_only_and_shapes_choose(tmp_path):
 
 def test_the_sweep_names_every_constant():
     printed = bench("--sweep", "--shapes", "5x8x33", "2x40")
-    for constant in ("STATS_TILES", "GRADIENT_TILES", "GRADIENT_BYTES", "NUMERATOR_BYTES", "MAX_BLOCK", "chunked"):
+    for constant in (
+        "STATS_TILES",
+        "GRADIENT_TILES",
+        "NUMERATOR_TILES",
+        "GRADIENT_BYTES",
+        "NUMERATOR_BYTES",
+        "MAX_BLOCK",
+        "chunked",
+    ):
         assert constant in printed
 
 

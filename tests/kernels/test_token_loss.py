@@ -21,7 +21,7 @@ N, H, V = 40, 8, 101
 def small_tiles():
     patch = pytest.MonkeyPatch()
     tiles = logit_passes.Tiles(rows=16, columns=32, k=16, num_warps=1, num_stages=1, group=2)
-    patch.setattr(logit_passes, "GRADIENT_TILES", tiles)
+    patch.setattr(logit_passes, "NUMERATOR_TILES", tiles)
     patch.setattr(logit_passes, "CHUNK_ROWS", 32)
     patch.setattr(logit_passes, "CHUNK_COLUMNS", 64)
     patch.setattr(logit_passes, "ROW_TILE", (8, 32))
