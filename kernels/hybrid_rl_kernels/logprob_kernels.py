@@ -380,3 +380,14 @@ def hybrid_rl_finish_kernel(
         result = tl.where(is_target | (numerators != 0), result, 0.0)
         result = tl.where((targets >= 0)[:, None], result, 0.0)
         tl.store(first_slots + columns[None, :], result.to(numerators_ptr.dtype.element_ty), mask=is_slot)
+
+
+@triton.jit
+def hybrid_rl_rescale_kernel(x_ptr, factor_ptr, num_elements, BLOCK: tl.constexpr):
+    """Multiply x in place by the one number at factor_ptr; nothing is read or written when that is 1."""
+    factor = tl.load(factor_ptr)
+    if factor == 1.0:
+        return
+    slots = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + slots, mask=slots < num_elements, other=0).to(tl.float32)
+    tl.store(x_ptr + slots, (x * factor).to(x_ptr.dtype.element_ty), mask=slots < num_elements)

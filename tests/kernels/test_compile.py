@@ -100,6 +100,10 @@ def test_kernels_of_rows():
     compiled(kernels.hybrid_rl_scale_kernel, {**arguments, "IS_FINISHED": False})
 
 
+def test_rescale_kernel():
+    compiled(kernels.hybrid_rl_rescale_kernel, {"x_ptr": B, "factor_ptr": F, "num_elements": INT, "BLOCK": 8192})
+
+
 @pytest.mark.parametrize("is_full", [False, True])
 def test_finish_kernel(is_full):
     floats = dict.fromkeys(("tile_reference_ptr", "top_ptr", "reference_ptr", "row_ptr"), F)

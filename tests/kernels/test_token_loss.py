@@ -166,3 +166,16 @@ def test_backward_runs_once():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="once"):
         loss.backward()
+
+
+@pytest.mark.parametrize("factor", [1.0, -3.0])
+def test_a_factor_on_the_loss_is_a_factor_on_the_gradients(factor):
+    hidden, weight, _, targets = random_case()
+    transform = LogitTransform(**PLAIN)
+    gradients = []
+    for scale in (1.0, factor):
+        inputs = [x.detach().requires_grad_() for x in (hidden, weight)]
+        loss, _, _ = token_loss.token_loss(*inputs, None, targets, transform, lambda x, *_: -x, "fused")
+        gradients.append(torch.autograd.grad(scale * loss, inputs))
+    for plain, scaled in zip(*gradients, strict=True):
+        torch.testing.assert_close(scaled, factor * plain, rtol=1e-6, atol=0)
