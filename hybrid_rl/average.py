@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hybrid_rl.bucket import plan_buckets
@@ -14,6 +13,7 @@ from hybrid_rl.distributed import World
 from hybrid_rl.engines.deepspeed import TrainEngine
 from hybrid_rl.memory import FrozenModule
 from hybrid_rl.models import PackedModel
+from hybrid_rl.snapshot import Parts, Snapshot
 
 _GATHERED_BYTES = 1 << 30  # of whole weights at once, where ZeRO-3 keeps only shards
 
@@ -67,19 +67,18 @@ class MovingReference:
         """Move towards the actor; see blend_reference."""
         blend_reference(self._module, actor, alpha)
 
-    def save(self, folder: Path) -> None:
-        """Write reference.safetensors, once for all ranks; the module may be off the GPU."""
-        if self._world.is_main:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_file(self._weights(), folder / "reference.safetensors")
+    def snapshot(self) -> Snapshot:
+        """Return a copy of the weights, on rank 0, and nothing on the others; the module may be off the GPU."""
+        weights = self._weights() if self._world.is_main else {}
+        return Snapshot(tensors={name: weight.to("cpu", copy=True) for name, weight in weights.items()})
 
     def load(self, folder: Path) -> None:
-        """Read what save wrote.
+        """Read what a snapshot wrote.
 
         Raises:
             FileNotFoundError: there is no such file.
         """
-        saved = load_file(folder / "reference.safetensors")
+        saved = Parts(folder)
         with torch.no_grad():
             for name, tensor in self._weights().items():
                 tensor.copy_(saved[name])
@@ -118,18 +117,16 @@ class HostAverage:
         dtypes = {name: dtype for name, _, dtype in self._actor.named_shapes()}
         return {name: tensor.to(dtypes[name]) for name, tensor in self._tensors.items()}
 
-    def save(self, folder: Path) -> None:
-        """Write average.safetensors, in float32."""
-        if self._world.is_main:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_file(self._tensors, folder / "average.safetensors")
+    def snapshot(self) -> Snapshot:
+        """Return a copy of the average, in float32."""
+        return Snapshot(tensors={name: tensor.clone() for name, tensor in self._tensors.items()})
 
     def load(self, folder: Path) -> None:
-        """Read what save wrote.
+        """Read what a snapshot wrote.
 
         Raises:
             FileNotFoundError: there is no such file.
         """
-        if self._world.is_main:
-            for name, tensor in load_file(folder / "average.safetensors").items():
-                self._tensors[name].copy_(tensor)
+        saved = Parts(folder)
+        for name, tensor in self._tensors.items():
+            tensor.copy_(saved[name])

@@ -15,7 +15,7 @@ from hybrid_rl import checkpoint
 from hybrid_rl.advantage import KlController
 from hybrid_rl.average import HostAverage, MovingReference
 from hybrid_rl.batch import Prompt, Rollout, make_train_batch
-from hybrid_rl.config import Config, check
+from hybrid_rl.config import Config
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import EngineTenant, RolloutEngine
 from hybrid_rl.engines.deepspeed import StatesTenant, TrainEngine
@@ -32,9 +32,11 @@ from hybrid_rl.models import (
     load_tokenizer,
     load_value_model,
 )
+from hybrid_rl.phase_log import PhaseLog
 from hybrid_rl.prompts import PromptLoader, load_prompts
 from hybrid_rl.ptx import PtxLoss, load_texts
 from hybrid_rl.record import Recorder
+from hybrid_rl.resume import find_checkpoint, make_saver, open_phase_log
 from hybrid_rl.rewards import RemoteScorer, RunningNormalizer, ScorerPool
 from hybrid_rl.rewards.reencode import reencode
 from hybrid_rl.score import Forward, Packing, sequence_values
@@ -92,6 +94,8 @@ class Run:
     average: HostAverage | None
     ptx: PtxLoss | None
     sync: WeightSync
+    saver: checkpoint.Saver
+    phase_log: PhaseLog | None
     steps_done: int
     """Steps that a checkpoint brought; 0 for a new run."""
 
@@ -107,20 +111,16 @@ class Run:
         return {name: part for name, part in found.items() if part is not None}
 
     @property
-    def saved(self) -> dict[str, checkpoint.Saved]:
-        """What a checkpoint keeps in files."""
+    def averages(self) -> dict[str, checkpoint.Saved]:
+        """What a checkpoint keeps in files beside the models that learn."""
         moving = self.reference if isinstance(self.reference, MovingReference) else None
-        found: dict[str, checkpoint.Saved | None] = {
-            "actor": self.actor,
-            "critic": self.critic,
-            "average": self.average,
-            "reference": moving,
-        }
+        found: dict[str, checkpoint.Saved | None] = {"average": self.average, "reference": moving}
         return {name: part for name, part in found.items() if part is not None}
 
     def close(self) -> None:
         """End the processes that belong to the run."""
         gc.unfreeze()
+        self.saver.close()
         self.engine.close()
         for scorer in (self.data.scorer, self.data.eval_scorer):
             if scorer:
@@ -165,20 +165,6 @@ def load_data(config: Config, world: World) -> Data:
         reward_tokenizer=load_other_tokenizer(config.models.reward, tokenizer) if config.models.reward else None,
         ptx_texts=load_texts(config.ptx, tokenizer) if config.ptx.path else [],
     )
-
-
-def find_checkpoint(config: Config, world: World) -> Path | None:
-    """Return the checkpoint to continue from, as `run.resume` says.
-
-    Raises:
-        ConfigError: run.resume is must and there is none; the checkpoint was written by another number of ranks.
-    """
-    folder = None if config.run.resume == "never" else checkpoint.latest(config.run_dir)
-    check(folder is not None or config.run.resume != "must", f"run.resume = must: {config.run_dir} has no checkpoint")
-    if folder:
-        num_ranks = checkpoint.read_state(folder)["world_size"]
-        check(num_ranks == world.size, f"{folder} was written by {num_ranks} ranks, this run has {world.size}")
-    return folder
 
 
 class Builder:
@@ -285,8 +271,13 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
     """
     world = join_world()
     torch.manual_seed(config.run.seed)
-    resume_from = find_checkpoint(config, world)
+    resume_from = find_checkpoint(config)
     data = load_data(config, world)
+    steps_done = 0
+    if resume_from:
+        state = checkpoint.read_state(resume_from)
+        steps_done = state["step"]
+        data.loader.load_state_dict(state["loader"])  # refuses other data, before a model loads
     recorder = Recorder(config, world)
     memory = MemoryManager(residency, world.device, recorder.timeline)
     builder = Builder(config, world, data, memory, resume_from)
@@ -320,10 +311,12 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
         average=builder.average(actor),
         ptx=ptx,
         sync=CopySync(actor, engine, config.sync, device, recorder.timeline),
-        steps_done=_restore(resume_from, world) if resume_from else 0,
+        saver=make_saver(config, world, [actor, *([critic] if critic else [])]),
+        phase_log=open_phase_log(config, world, steps_done),
+        steps_done=steps_done,
     )
     if resume_from:
-        state = checkpoint.read_state(resume_from)
+        checkpoint.load_rng(resume_from, world)
         for name, counter in run.counters.items():
             counter.load_state_dict(state[name])
     recorder.open(run.steps_done + 1)
@@ -331,9 +324,3 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
     gc.collect()
     gc.freeze()
     return run
-
-
-def _restore(folder: Path, world: World) -> int:
-    """Set the random generators as a checkpoint left them and return its step."""
-    checkpoint.load_rng(folder, world)
-    return checkpoint.read_state(folder)["step"]

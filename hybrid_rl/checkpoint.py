@@ -1,9 +1,11 @@
 """Checkpoints that are either whole or absent, and the export of the actor as a Hugging Face folder."""
 
 import json
+import logging
 import os
 import random
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,20 +16,24 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_rl.config import check
 from hybrid_rl.distributed import World
 from hybrid_rl.engines.deepspeed import TrainEngine
 from hybrid_rl.lora import save_adapter
+from hybrid_rl.snapshot import Snapshot
+
+logger = logging.getLogger(__name__)
 
 
 class Saved(Protocol):
-    """What a checkpoint keeps in a folder of its own."""
+    """What a checkpoint keeps in a folder of its own. Every rank calls both."""
 
-    def save(self, folder: Path) -> None:
-        """Write into the folder; every rank calls it."""
+    def snapshot(self) -> Snapshot:
+        """Return this rank's share, copied to the host."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Read what save wrote."""
+        """Read what the ranks' snapshots wrote, however many they were."""
         ...
 
 
@@ -51,46 +57,138 @@ def _replaced(folder: Path) -> Path:
     return folder.with_name(f".replaced-{folder.name}")
 
 
-def save(
+class Saver:
+    """Writes checkpoints from copies on the host, one at a time, while the run goes on."""
+
+    def __init__(self, run_dir: Path, *, keep_last: int, world: World) -> None:
+        """Clear away what a killed run left half written; every rank does it, before any saves."""
+        self._run_dir = run_dir
+        self._keep_last = keep_last
+        self._world = world
+        self._line = world.second_line()
+        self._taken: dict[str, Snapshot] = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        if world.is_main:
+            for partial in (run_dir / "checkpoints").glob(".partial-*"):
+                shutil.rmtree(partial)
+        world.barrier()
+
+    def take(self, name: str, part: Saved) -> None:
+        """Copy a part to the host as it is now; the copies of the checkpoint before are gone by then."""
+        self.wait()
+        self._taken[name] = part.snapshot()
+
+    def check_space(self, num_bytes: int) -> None:
+        """Refuse to begin what the disk cannot hold; num_bytes is this rank's share.
+
+        Raises:
+            ConfigError: names what is wanted and what is free.
+        """
+        found = self._run_dir
+        while not found.exists():
+            found = found.parent
+        wanted, free = sum(self._world.gather(num_bytes)), self._world.gather(shutil.disk_usage(found).free)[0]
+        check(
+            wanted <= free,
+            f"a checkpoint takes {wanted:,} bytes and {found} has {free:,} free: clear some, lower "
+            "checkpoint.keep_last, or set run.dir",
+        )
+
+    def start(self, step: int, state: Mapping[str, Any]) -> None:
+        """Begin to write the checkpoint of a finished step from what was taken.
+
+        Args:
+            state: plain JSON values that are the same on every rank (loader position, versions).
+        """
+        self.wait()
+        parts, self._taken = self._taken, {}
+        self.check_space(sum(part.num_bytes for part in parts.values()))
+        self._thread = threading.Thread(target=self._write, args=(step, parts, dict(state), _rng_state()))
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when nothing is being written.
+
+        Raises:
+            Exception: what went wrong with it, on any rank.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def surface(self) -> None:
+        """Raise what went wrong since, without waiting for what is still being written; see wait."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def close(self) -> None:
+        """Let what is being written end; an error is only logged, for the run ends anyway."""
+        try:
+            self.wait()
+        except BaseException:
+            logger.exception("the last checkpoint was not written")
+
+    def _write(
+        self, step: int, parts: Mapping[str, Snapshot], state: Mapping[str, Any], rng: Mapping[str, Any]
+    ) -> None:
+        try:
+            write(self._run_dir, step, parts, state, rng, keep_last=self._keep_last, world=self._line)
+        except BaseException as error:
+            self._error = error
+
+
+def write(
     run_dir: Path,
     step: int,
-    engines: Mapping[str, Saved],
+    parts: Mapping[str, Snapshot],
     state: Mapping[str, Any],
+    rng: Mapping[str, Any],
     *,
     keep_last: int,
     world: World,
-) -> Path:
-    """Write the checkpoint of a finished step; a crash at any moment leaves the one before it in force.
+) -> None:
+    """Write the checkpoint of a step; a crash at any moment leaves the one before it in force.
 
     Everything goes into a temporary folder, which is renamed when all ranks are done; then `latest` is replaced, and
     only then old checkpoints are deleted.
 
-    Args:
-        state: plain JSON values that are the same on every rank (loader position, versions).
+    Raises:
+        OSError: a rank could not write its share; says which one and why.
     """
     folder = run_dir / "checkpoints" / checkpoint_name(step)
     partial = folder.with_name(f".partial-{folder.name}")
-    if world.is_main:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    world.barrier()
-    for name, engine in engines.items():
-        engine.save(partial / name)
-    torch.save(_rng_state(), partial / f"rng_rank{world.rank}.pt")
-    world.barrier()
+    failure = None
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        for name, part in parts.items():
+            part.write(partial / name, world.rank)
+        torch.save(rng, partial / f"rng_rank{world.rank}.pt")
+    except Exception as error:
+        failure = f"rank {world.rank}: {type(error).__name__}: {error}"
+    failures = [text for text in world.gather(failure) if text]
+    if failures:
+        raise OSError(f"the checkpoint of step {step} could not be written; " + "; ".join(failures))
     if world.is_main:
         (partial / "state.json").write_text(json.dumps({"step": step, "world_size": world.size, **state}))
-        if folder.exists():
-            shutil.rmtree(_replaced(folder), ignore_errors=True)
-            os.replace(folder, _replaced(folder))
-        os.replace(partial, folder)
-        _replace_text(run_dir / "latest", folder.name)
-        shutil.rmtree(_replaced(folder), ignore_errors=True)
-        others = sorted(f for f in (run_dir / "checkpoints").glob("step_*") if f != folder)
-        for old in others[: max(0, len(others) - keep_last + 1)]:
-            shutil.rmtree(old)
+        _put_in_force(run_dir, partial, folder, keep_last)
     world.barrier()
-    return folder
+
+
+def _put_in_force(run_dir: Path, partial: Path, folder: Path, keep_last: int) -> None:
+    """Rename a whole checkpoint, point to it, delete old ones."""
+    if folder.exists():
+        shutil.rmtree(_replaced(folder), ignore_errors=True)
+        os.replace(folder, _replaced(folder))
+    os.replace(partial, folder)
+    _replace_text(run_dir / "latest", folder.name)
+    shutil.rmtree(_replaced(folder), ignore_errors=True)
+    others = sorted(f for f in (run_dir / "checkpoints").glob("step_*") if f != folder)
+    for old in others[: max(0, len(others) - keep_last + 1)]:
+        shutil.rmtree(old)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -99,8 +197,9 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def load_rng(folder: Path, world: World) -> None:
-    """Set this rank's random generators as they were; the engines load their own files."""
-    _set_rng_state(torch.load(folder / f"rng_rank{world.rank}.pt", weights_only=False))
+    """Set this rank's random generators as they were; a rank that was not there then takes those of another one."""
+    saved_rank = world.rank % read_state(folder)["world_size"]
+    _set_rng_state(torch.load(folder / f"rng_rank{saved_rank}.pt", weights_only=False))
 
 
 def export(folder: Path, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase, world: World) -> None:

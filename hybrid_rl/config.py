@@ -315,6 +315,10 @@ class CheckpointConfig:
 
     every_steps: int = 50
     """Steps between checkpoints, the last step always has one; 0 saves none."""
+    overlap: bool = True
+    """Write while the next step runs; false waits. Both copy what learns to the host first, 12 bytes per parameter."""
+    phase_log: bool = False
+    """Keep rollouts and rewards of the steps since the last checkpoint on disk: a restart does not generate again."""
     keep_last: int = 2
     """Older checkpoints are deleted once a newer one is complete."""
     keep_best: bool = False

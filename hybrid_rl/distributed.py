@@ -1,5 +1,6 @@
 """The ranks of a run: who am I, and the few collectives the loop needs."""
 
+import dataclasses
 import datetime
 import os
 import socket
@@ -20,17 +21,23 @@ class World:
     size: int
     local_rank: int
     device: torch.device
+    group: dist.ProcessGroup | None = None
+    """Whom the collectives join; None is the group of all ranks that join_world made."""
 
     @property
     def is_main(self) -> bool:
         """Whether this rank writes the files that exist once."""
         return self.rank == 0
 
+    def second_line(self) -> "World":
+        """Return the same ranks on a connection of their own, for a thread whose collectives overlap the run's."""
+        return self if self.size == 1 else dataclasses.replace(self, group=dist.new_group(backend="gloo"))
+
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of the tensor over ranks, same shape and dtype."""
         total = tensor.clone()
         if self.size > 1:
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=self.group)
         return total
 
     def max(self, number: int) -> int:
@@ -38,7 +45,7 @@ class World:
         if self.size == 1:
             return number
         value = torch.tensor([number])
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
         return int(value)
 
     def in_step(self, pieces: list[list[int]]) -> list[list[int]]:
@@ -50,7 +57,7 @@ class World:
         if self.size == 1:
             return [item]
         items: list[Any] = [None] * self.size
-        dist.all_gather_object(items, item)
+        dist.all_gather_object(items, item, group=self.group)
         return items
 
     def means(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
@@ -65,7 +72,7 @@ class World:
     def barrier(self) -> None:
         """Wait for every rank."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self.group)
 
 
 def free_port() -> int:

@@ -1,7 +1,8 @@
 """What each phase of the loop does with the parts of a run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -13,12 +14,23 @@ from hybrid_rl.batch import Prompt, Rollout, TrainBatch
 from hybrid_rl.build import Run
 from hybrid_rl.judge import Scored
 from hybrid_rl.models import choose_dtype
+from hybrid_rl.rewards import ScorerPool
 
 Metrics = dict[str, float]
+T = TypeVar("T")
+
+
+def once(run: Run, step: int, name: str, compute: Callable[[], T]) -> T:
+    """Return what compute gives, or what the phase log holds of it."""
+    return compute() if run.phase_log is None else run.phase_log.once(step, name, compute)
 
 
 def generate(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[list[Rollout], list[Rollout]]:
     """Sample the prompts' responses, and for ReMax each prompt's most likely one too."""
+    return once(run, step, "rollout", lambda: _generate(run, prompts, step))
+
+
+def _generate(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[list[Rollout], list[Rollout]]:
     config, data = run.config, run.data
     arguments, stop_token_ids = (prompts, run.engine, data.tokenizer, config.rollout), data.stop_token_ids
     sampled = rollout.collect_rollouts(*arguments, stop_token_ids=stop_token_ids, run_seed=config.run.seed, step=step)
@@ -27,8 +39,12 @@ def generate(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[list[Rollo
     return sampled, rollout.generate_greedy(*arguments, stop_token_ids=stop_token_ids)
 
 
-def judge(run: Run, rollouts: Sequence[Rollout], greedy: Sequence[Rollout]) -> Scored:
+def judge(run: Run, rollouts: Sequence[Rollout], greedy: Sequence[Rollout], step: int) -> Scored:
     """Score responses, and the greedy ones as their prompts' baselines."""
+    return once(run, step, "scores", lambda: _judge(run, rollouts, greedy))
+
+
+def _judge(run: Run, rollouts: Sequence[Rollout], greedy: Sequence[Rollout]) -> Scored:
     scored = judging.score_rollouts(rollouts, run.sources, run.config.reward)
     if run.config.advantage.estimator != "remax":
         return scored
@@ -38,10 +54,18 @@ def judge(run: Run, rollouts: Sequence[Rollout], greedy: Sequence[Rollout]) -> S
 
 def evaluate(run: Run, step: int, is_over: bool) -> Metrics:
     """Return exact accuracy on the held-out prompts, before step 1, every few steps and at the end; else nothing."""
-    config, data, world = run.config, run.data, run.world
-    every, num_samples = config.run.eval_every_steps, config.run.eval_samples
-    if data.eval_scorer is None or not (is_over or step == 1 or (step - 1) % every == 0):
+    config, every, scorer = run.config, run.config.run.eval_every_steps, run.data.eval_scorer
+    if scorer is None or not (is_over or step == 1 or (step - 1) % every == 0):
         return {}
+    evaluation = once(run, step, "evaluation", lambda: _evaluate(run, scorer, step))
+    if config.checkpoint.keep_best:
+        best, tokenizer = config.run_dir / "best", run.data.tokenizer
+        checkpoint.export_best(best, run.actor, tokenizer, run.world, accuracy=evaluation["accuracy"], step=step - 1)
+    return evaluation
+
+
+def _evaluate(run: Run, scorer: ScorerPool, step: int) -> Metrics:
+    config, data, num_samples = run.config, run.data, run.config.run.eval_samples
     arguments = (data.eval_prompts, run.engine, data.tokenizer)
     if num_samples == 1:
         responses = rollout.generate_greedy(*arguments, config.rollout, stop_token_ids=data.stop_token_ids)
@@ -50,12 +74,8 @@ def evaluate(run: Run, step: int, is_over: bool) -> Metrics:
         responses = rollout.collect_rollouts(
             *arguments, settings, stop_token_ids=data.stop_token_ids, run_seed=config.run.seed + 1, step=step
         )
-    result = rollout.evaluation_sums(responses, data.eval_scorer.score(responses).scores, num_samples)
-    evaluation = world.means(result, dict.fromkeys(result, len(data.eval_prompts)))
-    if config.checkpoint.keep_best:
-        best = config.run_dir / "best"
-        checkpoint.export_best(best, run.actor, data.tokenizer, world, accuracy=evaluation["accuracy"], step=step - 1)
-    return evaluation
+    result = rollout.evaluation_sums(responses, scorer.score(responses).scores, num_samples)
+    return run.world.means(result, dict.fromkeys(result, len(data.eval_prompts)))
 
 
 def has_arrived(run: Run, evaluation: Metrics) -> bool:
@@ -112,7 +132,7 @@ def max_logprob_gap(run: Run) -> float:
 
 
 def learn_values(run: Run, batch: TrainBatch, step: int) -> Metrics:
-    """Update the critic, if the run has one."""
+    """Update the critic, if the run has one; its states are here now, so a checkpoint's copy is taken now."""
     if run.critic is None:
         return {}
     config = run.config
@@ -124,14 +144,21 @@ def learn_values(run: Run, batch: TrainBatch, step: int) -> Metrics:
         seed=config.run.seed + step,
         max_response_tokens=config.rollout.max_response_tokens,
     )
+    if is_saved(run, step):
+        run.saver.take("critic", run.critic)
     return {f"critic/{name}": value for name, value in metrics.items()}
 
 
 def learn_policy(run: Run, batch: TrainBatch, step: int) -> Metrics:
-    """Update the actor, once the critic has warmed up, and its average."""
+    """Update the actor, once the critic has warmed up, and its average; then take a checkpoint's copy of it."""
+    metrics = _update_policy(run, batch, step) if step > run.config.update.critic_warmup_steps else {}
+    if is_saved(run, step):
+        run.saver.take("actor", run.actor)
+    return metrics
+
+
+def _update_policy(run: Run, batch: TrainBatch, step: int) -> Metrics:
     config, advantage = run.config, run.config.advantage
-    if step <= config.update.critic_warmup_steps:
-        return {}
     kl = None
     if run.reference and advantage.kl_in == "loss":
         kl = update.KlInLoss(coef=run.kl.coef, estimator=advantage.kl_estimator, is_unbiased=advantage.kl_unbiased)
@@ -152,15 +179,32 @@ def learn_policy(run: Run, batch: TrainBatch, step: int) -> Metrics:
     return {f"actor/{name}": value for name, value in metrics.items()}
 
 
-def save(run: Run, step: int) -> None:
-    """Write a checkpoint if one is due after this step; the last step always is."""
+def is_saved(run: Run, step: int) -> bool:
+    """Return whether a checkpoint is due after this step; the last step always has one."""
     every = run.config.checkpoint.every_steps
-    if not every or (step % every and step != run.config.run.num_steps):
+    return bool(every) and (step % every == 0 or step == run.config.run.num_steps)
+
+
+def save(run: Run, step: int) -> None:
+    """Begin to write a checkpoint if one is due; it is written beside the next steps unless settings forbid that."""
+    run.saver.surface()
+    newest = checkpoint.latest(run.config.run_dir)
+    if run.phase_log and newest:
+        run.phase_log.forget(checkpoint.read_state(newest)["step"])
+    if not is_saved(run, step):
         return
-    state = {name: part.state_dict() for name, part in run.counters.items()}
-    checkpoint.save(
-        run.config.run_dir, step, run.saved, state, keep_last=run.config.checkpoint.keep_last, world=run.world
-    )
+    for name, part in run.averages.items():
+        run.saver.take(name, part)
+    run.saver.start(step, {name: part.state_dict() for name, part in run.counters.items()})
+    if not run.config.checkpoint.overlap:
+        run.saver.wait()
+
+
+def finish(run: Run) -> None:
+    """Wait until the last checkpoint is in force; nothing is left to replay then."""
+    run.saver.wait()
+    if run.phase_log:
+        run.phase_log.forget(run.config.run.num_steps + 1)
 
 
 def export(run: Run) -> None:

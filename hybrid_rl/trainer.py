@@ -11,6 +11,7 @@ from hybrid_rl.stages import (
     Metrics,
     evaluate,
     export,
+    finish,
     generate,
     has_arrived,
     judge,
@@ -65,7 +66,7 @@ def loop(run: Run) -> Metrics:
                 break
             rollouts, greedy = generate(run, run.data.loader.next_batch(), step)
         with phase(run, SCORE, step):
-            scored = judge(run, rollouts, greedy)
+            scored = judge(run, rollouts, greedy, step)
         scored, filtered = refill(run, scored, step)
         with phase(run, SCORE, step):
             refresh_reference(run, step)
@@ -78,6 +79,7 @@ def loop(run: Run) -> Metrics:
         metrics = evaluation | filtered | critic_metrics | actor_metrics | state
         run.recorder.step(step, scored.rollouts, batch, sums, metrics)
         save(run, step)
+    finish(run)
     run.recorder.summary(first, last)
     export(run)
     return last
@@ -105,7 +107,7 @@ def refill(run: Run, scored: Scored, step: int) -> tuple[Scored, Metrics]:
             with phase(run, ROLLOUT, step):
                 rollouts, greedy = generate(run, fresh, step)
             with phase(run, SCORE, step):
-                scored = judge(run, rollouts, greedy)
+                scored = judge(run, rollouts, greedy, step)
         seen |= {i for ids in world.gather({r.prompt.prompt_id for r in scored.rollouts}) for i in ids}
         if kept.add(scored) >= wanted:
             break

@@ -166,6 +166,10 @@ def _check_update(config: Config) -> None:
             getattr(update, name).kind == "adamw" or update.zero_stage > 0,
             f"update.{name}.kind = cpu_adam: needs update.zero_stage 1 to 3",
         )
+    check(
+        config.checkpoint.every_steps > 0 or not config.checkpoint.phase_log,
+        "checkpoint.phase_log = true: needs checkpoint.every_steps > 0, or the log would grow without end",
+    )
     check(config.ptx.path is None or 0 < config.ptx.coef < 1, f"ptx.coef = {config.ptx.coef}: must lie in (0, 1)")
 
 

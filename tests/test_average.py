@@ -126,7 +126,7 @@ def test_reference_survives_a_checkpoint(tiny, world, tmp_path):
     reference = MovingReference(module, engine, None, world)
     take_step(engine)
     reference.blend(engine, 0.6)
-    reference.save(tmp_path / "reference")
+    reference.snapshot().write(tmp_path / "reference", 0)
     other = load(tiny)
     assert not torch.equal(other.model.model.norm.weight, module.model.model.norm.weight)
     again = MovingReference(other, engine, None, world)
@@ -159,7 +159,7 @@ def test_released_reference_is_saved_and_loaded_on_the_host(tiny, world, tmp_pat
     reference.blend(engine, 0.5)
     expected = {name: p.detach().cpu() for name, p in module.named_parameters()}
     assert tenant.release() == num_bytes and tenant.restore() > 0 and tenant.release() == 0
-    reference.save(tmp_path)
+    reference.snapshot().write(tmp_path, 0)
     assert all(p.numel() == 0 for p in module.parameters())
     tenant.restore()
     for name, parameter in module.named_parameters():
@@ -177,7 +177,7 @@ def test_average_continues_from_its_file(tiny, world, tmp_path):
     ema = HostAverage(engine, 0.9, world)
     take_step(engine)
     ema.update()
-    ema.save(tmp_path / "average")
+    ema.snapshot().write(tmp_path / "average", 0)
     other = HostAverage(engine, 0.9, world)  # starts from weights that have moved
     assert not torch.equal(other.weights()["model.norm.weight"], ema.weights()["model.norm.weight"])
     other.load(tmp_path / "average")
@@ -197,8 +197,8 @@ def test_average_adds_up_what_bfloat16_cannot_hold(tiny, world, tmp_path):
     for _ in range(100):
         ema.update()
     assert all(w.dtype == torch.bfloat16 for w in ema.weights().values())
-    ema.save(tmp_path)
-    held = load_file(tmp_path / "average.safetensors")["model.norm.weight"]
+    ema.snapshot().write(tmp_path, 0)
+    held = load_file(tmp_path / "part_00000.safetensors")["model.norm.weight"]
     assert held.dtype == torch.float32 and held.tolist() == pytest.approx([1.0007438] * 32, abs=1e-6)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hybrid_rl import checkpoint
 from hybrid_rl.batch import Prompt, Rollout, make_train_batch, pack
-from hybrid_rl.build import find_checkpoint
-from hybrid_rl.config import Config, ConfigError, ModelsConfig, OptimizerConfig, RunConfig
+from hybrid_rl.config import ConfigError, ModelsConfig, OptimizerConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.deepspeed import TrainEngine
 from hybrid_rl.models import eos_token_ids, load_actor, load_tokenizer, load_value_model, packed_inputs
+from hybrid_rl.snapshot import Snapshot
 
 CPU = torch.device("cpu")
 
@@ -62,7 +63,12 @@ def weights(trainer: TrainEngine) -> dict[str, torch.Tensor]:
 
 
 def save(run_dir: Path, number: int, engines, world: World, *, keep_last: int = 2, **state) -> Path:
-    return checkpoint.save(run_dir, number, engines, {"loader": number, **state}, keep_last=keep_last, world=world)
+    saver = checkpoint.Saver(run_dir, keep_last=keep_last, world=world)
+    for name, engine in engines.items():
+        saver.take(name, engine)
+    saver.start(number, {"loader": number, **state})
+    saver.wait()
+    return run_dir / "checkpoints" / checkpoint.checkpoint_name(number)
 
 
 def steps_on_disk(run_dir: Path) -> list[str]:
@@ -179,38 +185,84 @@ def test_a_kill_anywhere_leaves_a_checkpoint_in_force(tmp_path, engines, world, 
     assert saved == sorted(saved) and set(saved) == {"first", "second"}  # the old one up to some moment, then the new
 
 
-def test_kill_while_an_engine_saves(tmp_path, engines, world, monkeypatch):
+def test_kill_while_a_part_is_written(tmp_path, engines, world, monkeypatch):
     save(tmp_path, 1, engines, world)
-    before = steps_on_disk(tmp_path)
+    write = Snapshot.write
 
-    def killed(folder: Path) -> None:
-        folder.mkdir(parents=True)
-        (folder / "half").write_text("written")
-        raise Killed
+    def killed(self: Snapshot, folder: Path, rank: int) -> None:
+        if folder.name == "critic":
+            folder.mkdir(parents=True)
+            (folder / "part_00007.safetensors").write_text("half")
+            raise Killed
+        write(self, folder, rank)
 
-    monkeypatch.setattr(engines["critic"], "save", killed)
+    monkeypatch.setattr(Snapshot, "write", killed)
     with pytest.raises(Killed):
         save(tmp_path, 2, engines, world)
     monkeypatch.undo()
     assert checkpoint.latest(tmp_path).name == "step_000001"
-    assert [name for name in steps_on_disk(tmp_path) if not name.startswith(".")] == before
     assert checkpoint.read_state(checkpoint.latest(tmp_path))["step"] == 1
     folder = save(tmp_path, 2, engines, world)
-    assert not list(folder.rglob("half")) and steps_on_disk(tmp_path) == ["step_000001", "step_000002"]
+    assert not list(folder.rglob("part_00007*")) and steps_on_disk(tmp_path) == ["step_000001", "step_000002"]
+
+
+class Slow(Snapshot):
+    """Is written when it is told to."""
+
+    may_go = threading.Event()
+
+    def write(self, folder: Path, rank: int) -> None:
+        assert self.may_go.wait(timeout=60)
+        super().write(folder, rank)
+
+
+class SlowPart:
+    def __init__(self, engine: TrainEngine) -> None:
+        self.engine = engine
+
+    def snapshot(self) -> Slow:
+        taken = self.engine.snapshot()
+        return Slow(tensors=taken.tensors, notes=taken.notes)
+
+
+def test_the_run_goes_on_while_a_checkpoint_is_written(tmp_path, tiny, world):
+    actor = make_actor(tiny / "policy", world)
+    step(actor)
+    before = weights(actor)
+    saver = checkpoint.Saver(tmp_path, keep_last=2, world=world)
+    saver.take("actor", SlowPart(actor))
+    saver.start(1, {})
+    step(actor)
+    saver.surface()
+    assert checkpoint.latest(tmp_path) is None
+    Slow.may_go.set()
+    saver.wait()
+    actor.load(checkpoint.latest(tmp_path) / "actor")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(actor).items())
+
+
+def test_what_cannot_be_written_is_an_error_of_the_run(tmp_path, engines, world):
+    saver = checkpoint.Saver(tmp_path, keep_last=2, world=world)
+    saver.take("actor", engines["actor"])
+    (tmp_path / "checkpoints" / ".partial-step_000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / ".partial-step_000001" / "actor").write_text("in the way")
+    saver.start(1, {})
+    with pytest.raises(OSError, match="step 1 could not be written; rank 0: FileExistsError"):
+        saver.wait()
+    assert checkpoint.latest(tmp_path) is None
+    saver.wait()  # said once
+
+
+def test_a_full_disk_is_refused_in_numbers(tmp_path, world):
+    saver = checkpoint.Saver(tmp_path / "not_there_yet", keep_last=2, world=world)
+    saver.check_space(1)
+    with pytest.raises(ConfigError, match=rf"takes 1,152,921,504,606,846,976 bytes and {tmp_path} has [\d,]+ free"):
+        saver.check_space(1 << 60)
 
 
 def test_pointer_to_a_folder_that_is_gone(tmp_path, engines, world):
     shutil.rmtree(save(tmp_path, 1, engines, world))
     assert checkpoint.latest(tmp_path) is None
-
-
-def test_another_number_of_ranks_is_refused_before_a_model_loads(tmp_path, engines, world):
-    config = Config(run=RunConfig(name="run", dir=str(tmp_path)))
-    save(tmp_path / "run", 1, engines, world)
-    two = World(rank=0, size=2, local_rank=0, device=CPU)
-    with pytest.raises(ConfigError, match=r"step_000001 was written by 1 ranks, this run has 2"):
-        find_checkpoint(config, two)
-    assert find_checkpoint(config, world) == checkpoint.latest(tmp_path / "run")
 
 
 @pytest.mark.parametrize("stage", [1, 3])

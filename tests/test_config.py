@@ -69,6 +69,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
     *[({name: value}, f"{name} = {value}: must be greater than 0") for name in POSITIVE for value in (0, -3)],
     ({"rollout.temperature": float("nan")}, "rollout.temperature = nan: must be greater than 0"),
     *[({name: -1}, f"{name} = -1: must not be negative") for name in NOT_NEGATIVE],
+    (
+        {"checkpoint.phase_log": True, "checkpoint.every_steps": 0},
+        "checkpoint.phase_log = true: needs checkpoint.every_steps > 0, or the log would grow without end",
+    ),
     ({"models.actor": ""}, "models.actor is empty: give a Hugging Face folder"),
     ({"prompts.path": ""}, "prompts.path is empty: give a file, a dataset folder or reasoning_gym:<task>"),
     (

@@ -150,7 +150,7 @@ def test_cpu_adam_takes_the_steps_of_adamw(make_engine, pieces, stage, dtype, at
 def test_cpu_adam_continues_bit_for_bit(make_engine, pieces, tmp_path, stage):
     engine, other = (make_engine(stage, settings=replace(SETTINGS, kind="cpu_adam")) for _ in range(2))
     take_step(engine, pieces)
-    engine.save(tmp_path / "actor")
+    engine.snapshot().write(tmp_path / "actor", 0)
     other.load(tmp_path / "actor")
     assert take_step(other, pieces) == take_step(engine, pieces)
     theirs = weights_of(engine)
@@ -162,7 +162,7 @@ def test_save_and_load_continue_bit_for_bit(make_engine, pieces, tmp_path, stage
     engine = make_engine(stage)
     for _ in range(2):
         take_step(engine, pieces)
-    engine.save(tmp_path / "actor")
+    engine.snapshot().write(tmp_path / "actor", 0)
     expected = [(engine.lr, take_step(engine, pieces)) for _ in range(2)]
     other = make_engine(stage)
     other.load(tmp_path / "actor")
@@ -173,7 +173,7 @@ def test_save_and_load_continue_bit_for_bit(make_engine, pieces, tmp_path, stage
 
 
 def test_load_of_nothing_is_an_error(make_engine, tmp_path):
-    with pytest.raises(FileNotFoundError, match="no DeepSpeed state in"):
+    with pytest.raises(FileNotFoundError, match="no part of a checkpoint in"):
         make_engine(1).load(tmp_path)
 
 

@@ -13,16 +13,30 @@ MODULES = sorted(
 
 STEPS = 3  # the layer whose modules never import each other: data passes through the trainer
 LAYERS = [
-    {"config", "validate", "batch", "bucket", "metrics", "progress", "distributed", "memory", "planner"},
+    {"config", "validate", "batch", "bucket", "metrics", "progress", "distributed", "memory", "snapshot", "phase_log"},
     {"advantage", "correction", "loss"},
-    {"models", "packed", "attention", "lora", "engines", "rewards", "tables", "template"},
+    {
+        "models",
+        "packed",
+        "attention",
+        "lora",
+        "engines",
+        "rewards",
+        "tables",
+        "template",
+        "shapes",
+        "footprint",
+        "planner",
+        "advice",
+        "simulator",
+    },
     {"prompts", "rollout", "judge", "score", "update", "sync", "checkpoint", "average", "ptx", "demo", "record"},
-    {"build", "stages", "trainer"},
+    {"resume", "build", "stages", "trainer"},
     {"__main__"},
 ]
 HEAVY = {
     "vllm": {"hybrid_rl/engines/vllm.py", "hybrid_rl/engines/vllm_worker.py"},
-    "deepspeed": {"hybrid_rl/engines/deepspeed.py"},
+    "deepspeed": {"hybrid_rl/engines/deepspeed.py", "hybrid_rl/engines/states.py"},
     "peft": {"hybrid_rl/lora.py"},
     "ray": set(),
     "wandb": set(),

@@ -320,7 +320,7 @@ def test_resumed_is_uninterrupted(tiny, tmp_path, world, stage, is_critic):
     first = make(source, world, stage)
     for rows in ([0, 1], [2]):
         step(first, rows, is_critic=is_critic)
-    first.save(tmp_path)
+    first.snapshot().write(tmp_path, world.rank)
     resumed = make(source, world, stage)
     resumed.load(tmp_path)
     assert resumed.lr == first.lr
@@ -337,7 +337,7 @@ def test_a_checkpoint_is_small(tmp_path, world, stage):
     model.save_pretrained(tmp_path / "model")
     actor = make_actor(tmp_path / "model", world, stage, LoraConfig(rank=1, target_modules=["c_attn"]))
     step(actor, [0, 1])
-    actor.save(tmp_path / "saved")
+    actor.snapshot().write(tmp_path / "saved", world.rank)
     assert sum(t.numel() for t in actor.adapter().values()) == 4 * (128 + 3 * 128)
     assert 4 * 2048 < folder_bytes(tmp_path / "saved") < 0.05 * folder_bytes(tmp_path / "model")
 
@@ -346,7 +346,7 @@ def test_a_checkpoint_is_small(tmp_path, world, stage):
     "lora", [LoraConfig(), LoraConfig(rank=2, alpha=8.0), LoraConfig(rank=2, alpha=6.0, target_modules=["q_proj"])]
 )
 def test_a_checkpoint_of_other_adapters_is_refused(tiny, tmp_path, world, lora):
-    make_actor(tiny / "policy", world).save(tmp_path)
+    make_actor(tiny / "policy", world).snapshot().write(tmp_path, world.rank)
     with pytest.raises(ConfigError, match=r"models.lora gives .* was saved with .*'alpha': 6.0"):
         make_actor(tiny / "policy", world, lora=lora).load(tmp_path)
 
@@ -397,7 +397,8 @@ def run_rank(folder: Path, tiny: Path, stage: int, world: World, *, alone: bool)
     weights = {f"{name}.{key}": t for name, e in (("a", actor), ("c", critic)) for key, t in served(e).items()}
     saved = folder / f"two-ranks-{stage}"
     if not alone:
-        actor.save(saved)
+        actor.snapshot().write(saved, world.rank)
+        world.barrier()
         other = make_actor(tiny / "policy", world, stage)
         other.load(saved)
         found = served(other)

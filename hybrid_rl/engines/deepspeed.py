@@ -1,6 +1,5 @@
 """DeepSpeed as the training engine of actor and critic: ZeRO 0 to 3 behind one interface."""
 
-import json
 import logging
 import math
 import os
@@ -23,6 +22,7 @@ from hybrid_rl.lora import (
     has_adapters,
     served_weights,
 )
+from hybrid_rl.snapshot import Parts, Snapshot
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -32,9 +32,10 @@ import deepspeed
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import logger as deepspeed_logger
 
+from hybrid_rl.engines.states import LearnedStates
+
 deepspeed_logger.setLevel(logging.WARNING)
 
-_ADAPTERS = "adapters.json"  # beside DeepSpeed's files, which are read without a look at names when adapters learn
 _BUCKET_ELEMENTS = 50_000_000  # DeepSpeed's 500 million take 2 GB in bfloat16 for a model of any size
 # Not lp_params: the bfloat16 weights stay, they serve SCORE and SYNC between two updates.
 _STATES = [
@@ -114,6 +115,8 @@ class TrainEngine:
         )
         self._world = world
         self._zero_stage = zero_stage
+        adapters = adapter_settings(self.model)
+        self._states = LearnedStates(self._engine, zero_stage=zero_stage, world=world, adapters=adapters)
 
     @property
     def module(self) -> nn.Module:
@@ -224,26 +227,23 @@ class TrainEngine:
         numel = sum(getattr(p, "ds_numel", p.numel()) for p in self.module.parameters() if p.requires_grad)
         return 12 * numel // (self._world.size if self._zero_stage > 0 else 1)
 
-    def save(self, folder: Path) -> None:
-        """Write weights (with adapters only those that learn), optimizer and schedule; every rank its shard."""
-        self._engine.save_checkpoint(
-            str(folder), tag="state", save_latest=False, exclude_frozen_parameters=self.has_adapters
-        )
-        if self._world.is_main:
-            (folder / _ADAPTERS).write_text(json.dumps(adapter_settings(self.model)))
+    @property
+    def learned_bytes(self) -> int:
+        """Bytes of a checkpoint of it, over all ranks: three float32 per trained parameter."""
+        return 12 * sum(getattr(p, "ds_numel", p.numel()) for p in self.module.parameters() if p.requires_grad)
+
+    def snapshot(self) -> Snapshot:
+        """Return this rank's share of all that learns, while it is on the device; every rank calls it."""
+        return self._states.snapshot()
 
     def load(self, folder: Path) -> None:
-        """Read what save wrote.
+        """Read what the ranks' snapshots wrote, however many they were and with whatever ZeRO stage.
 
         Raises:
-            FileNotFoundError: there is no such state in the folder.
-            ConfigError: it was saved with other adapters.
+            FileNotFoundError: there is no such part in the folder.
+            ConfigError: it was saved with other adapters or of another model.
         """
-        if not (folder / "state").is_dir():
-            raise FileNotFoundError(f"no DeepSpeed state in {folder}")
-        saved, ours = json.loads((folder / _ADAPTERS).read_text()), adapter_settings(self.model)
-        check(saved == ours, f"models.lora gives {ours}, but {folder} was saved with {saved}")
-        self._engine.load_checkpoint(str(folder), tag="state", load_module_strict=not self.has_adapters)
+        self._states.load(Parts(folder))
 
 
 class StatesTenant:

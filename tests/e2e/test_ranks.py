@@ -51,6 +51,27 @@ def test_two_ranks_train_what_one_does(make_config, train_here, read_run, launch
     assert (two.run_dir / "timeline_rank1.json").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [2, 3])
+@pytest.mark.parametrize("first_ranks", [1, 2])
+def test_another_number_of_ranks_goes_on(make_config, train_here, read_run, launch, tmp_path, first_ranks, zero_stage):
+    """Two steps on one or two ranks, two more on two or one, against four on one."""
+    settings = {"rollout": UNEVEN[zero_stage], "update": {"mini_batch_size": 2, "zero_stage": zero_stage}}
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    whole = make_config(tmp_path / "whole", run={"num_steps": 4}, **settings)
+    halves = [make_config(tmp_path / "parts", run={"num_steps": number}, **settings) for number in (2, 4)]
+    for config, num_ranks in zip(halves, (first_ranks, 3 - first_ranks), strict=True):
+        if num_ranks == 1:
+            train_here(config)
+        else:
+            ended = launch(config, "--num_processes", "2")
+            assert ended.code == 0, ended.output
+    found = read_run(halves[1])
+    assert found.state["world_size"] == 3 - first_ranks
+    assert_close(found, train_here(whole))
+
+
 def test_a_rank_that_fails_ends_the_launch(make_config, launch, tmp_path):
     (tmp_path / "scorer.py").write_text(FAILS_FOR_ONE_PROMPT)
     config = make_config(

@@ -11,23 +11,44 @@ import yaml
 from safetensors.torch import load_file
 
 from hybrid_rl.config import ConfigError, as_dict
+from hybrid_rl.engines.hf import HfEngine
 from launch import colocated
 
-DIE_IN_STEP_3 = """
+DIE = """
 import os, signal
-from hybrid_rl import trainer
+from hybrid_rl import checkpoint, rollout, trainer
+from hybrid_rl.engines.hf import HfEngine
+from hybrid_rl.snapshot import Snapshot
 from launch.colocated import parse
 
-learn_policy = trainer.learn_policy
+def die_in(owner, name, calls):
+    original = getattr(owner, name)
+    def counted(*arguments, **named):
+        nonlocal calls
+        calls -= 1
+        if calls == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments, **named)
+    setattr(owner, name, counted)
 
-def die(run, batch, step):
-    if step == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return learn_policy(run, batch, step)
-
-trainer.learn_policy = die
+die_in({owner}, "{name}", {calls})
 trainer.train(parse()[0])
 """
+
+# Owner, function, the call in which to die, and how often the run that goes on may generate. Each step generates an
+# evaluation and its responses: those of step 3 are calls 5 and 6, the last evaluation is call 9. A checkpoint of two
+# parts is written beside what follows it: the kill may come before or after that evaluation.
+PLACES = [
+    ("HfEngine", "generate", 5, {5}),
+    ("HfEngine", "generate", 6, {4}),
+    ("trainer", "judge", 3, {3}),
+    ("trainer", "score", 3, {3}),
+    ("trainer", "learn_values", 3, {3}),
+    ("trainer", "learn_policy", 3, {3}),
+    ("Snapshot", "write", 4, {0, 1}),
+    ("checkpoint", "_put_in_force", 2, {0, 1}),
+    ("checkpoint", "_replace_text", 2, {0, 1}),
+]
 
 
 @pytest.fixture(scope="module")
@@ -84,20 +105,41 @@ def test_all_that_has_a_state_goes_on(make_config, train_here, tmp_path):
     assert len({row["kl_coef"] for row in whole.metrics}) == 4  # it adapts
     assert all(row["actor/ptx_loss"] > 0 for row in whole.metrics)
     files = sorted((tmp_path / "whole/run/checkpoints/step_000004").rglob("*.safetensors"))
-    assert len(files) == 2  # the average and the reference
+    assert [file.parent.name for file in files] == ["actor", "average", "critic", "reference"]
     for file in files:
         ours, theirs = load_file(file), load_file(tmp_path / "parts" / file.relative_to(tmp_path / "whole"))
         assert all(torch.equal(ours[name], theirs[name]) for name in ours.keys() | theirs.keys())
 
 
-def test_a_run_killed_in_step_3_goes_on_from_step_2(four_steps, make_config, train_here, run_python, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("owner, name, calls, again", PLACES, ids=[f"{name}-{calls}" for _, name, calls, _ in PLACES])
+def test_a_run_killed_anywhere_goes_on_and_generates_nothing_twice(
+    four_steps, make_config, train_here, run_python, tmp_path, monkeypatch, owner, name, calls, again
+):
+    config = make_config(tmp_path, run={"num_steps": 4}, checkpoint={"phase_log": True})
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(yaml.safe_dump(as_dict(config)))
+    ended = run_python("-c", DIE.format(owner=owner, name=name, calls=calls), "--config", str(settings))
+    assert ended.code == -signal.SIGKILL, ended.output
+    assert not ended.survivors
+
+    generated, generate = [], HfEngine.generate
+    monkeypatch.setattr(HfEngine, "generate", lambda *a: generated.append(len(a[1])) or generate(*a))
+    assert_same(train_here(config), four_steps)
+    assert len(generated) in again
+    assert not list((config.run_dir / "phase_log").glob("step_*"))
+
+
+@pytest.mark.slow
+def test_a_run_killed_without_a_log_generates_again_and_is_the_same(
+    four_steps, make_config, train_here, run_python, tmp_path
+):
     config = make_config(tmp_path, run={"num_steps": 4})
     settings = tmp_path / "settings.yaml"
     settings.write_text(yaml.safe_dump(as_dict(config)))
-    ended = run_python("-c", DIE_IN_STEP_3, "--config", str(settings))
+    ended = run_python("-c", DIE.format(owner="trainer", name="learn_policy", calls=3), "--config", str(settings))
     assert ended.code == -signal.SIGKILL, ended.output
     assert not ended.survivors
-    assert (config.run_dir / "latest").read_text() == "step_000002"
     assert_same(train_here(config), four_steps)
 
 
@@ -127,11 +169,17 @@ def test_must_resume_without_a_checkpoint(make_config, tmp_path, monkeypatch, ca
     assert sentence == f"error: run.resume = must: {config.run_dir} has no checkpoint\n"
 
 
-def test_checkpoint_of_another_number_of_ranks(make_config, train_here, tmp_path):
-    config = make_config(tmp_path, run={"num_steps": 1}, checkpoint={"every_steps": 1})
+def test_other_data_is_refused_before_a_model_loads(make_config, train_here, tiny, tmp_path):
+    train_here(make_config(tmp_path))
+    other = tmp_path / "other.jsonl"
+    other.write_text((tiny / "prompts.jsonl").read_text().replace("9+0=", "9+1="))
+    with pytest.raises(ConfigError, match=r"the data set is not the checkpoint's: the hash of its token ids"):
+        train_here(make_config(tmp_path, run={"num_steps": 3}, prompts={"path": str(other)}))
+
+
+def test_a_finished_run_says_so(make_config, train_here, launch, tmp_path):
+    config = make_config(tmp_path, run={"num_steps": 1})
     train_here(config)
-    folder = config.run_dir / "checkpoints" / "step_000001"
-    state = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps(state | {"world_size": 2}))
-    with pytest.raises(ConfigError, match=r"step_000001 was written by 2 ranks, this run has 1$"):
-        train_here(config)
+    ended = launch(config)
+    assert ended.code == 0, ended.output
+    assert f"all 1 steps of {config.run_dir} are done: nothing to train" in ended.output.replace("\n", "")
