@@ -10,10 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _ALIGNMENT_BYTES = 256  # of a CUDA allocation, so that every tensor in the bucket can be viewed in its own dtype
-_CHECKSUM_CHUNK = 1 << 24  # elements; bounds the int64 temporaries to 128 MiB
+_CHECKSUM_CHUNK = 1 << 22  # words of 8 bytes; bounds the temporaries to three of 32 MiB
+_MULTIPLIER = 0x5851F42D4C957F2D
 
 _LOCAL: "weakref.WeakValueDictionary[int, Tensor]" = weakref.WeakValueDictionary()
 
@@ -77,6 +79,14 @@ def _roomy_folder(num_bytes: int) -> str:
     raise OSError(f"no room for a bucket of {num_bytes} bytes in {' or '.join(folders)}; lower sync.bucket_bytes")
 
 
+@dataclass(frozen=True, kw_only=True)
+class SharedWeights:
+    """A bucket that holds all of the trainer's weights, where it works with them: the engine binds its own to it."""
+
+    handle: bytes
+    slots: list[Slot]
+
+
 class SharedBucket:
     """A uint8 buffer made here and opened once by another process: CUDA IPC on a GPU, a mapped file on a CPU."""
 
@@ -124,16 +134,36 @@ def open_shared(handle: bytes, device: torch.device) -> Tensor:
     return rebuild_cuda_tensor(*arguments)
 
 
-def checksum(tensor: Tensor) -> int:
-    """Return a 64-bit checksum of the tensor's bits in logical order; swapped elements change it.
+def checksums(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a 64-bit checksum of each tensor's bits in logical order, [len(tensors)] int64 on their device.
 
-    The same on every device and for every memory layout: sum over i of bits[i] * (odd multiplier of i), modulo 2**64.
+    The same on every device and for every memory layout: over the i-th 8 bytes w of the tensor, padded with zeros, the
+    sum of (w ^ w >> 32) * m * (2 i + 1) modulo 2**64, m odd, plus m times the number of elements. A single bit changes
+    it, and so do elements that change places. Nothing is read back from the device here.
     """
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    bits = tensor.detach().contiguous().view(integer).flatten()
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, len(bits), _CHECKSUM_CHUNK):
-        chunk = bits[start : start + _CHECKSUM_CHUNK].to(torch.int64)
-        place = torch.arange(start, start + len(chunk), device=tensor.device)
-        total += ((chunk + 0x9E3779B9) * (2 * place + 1) * 0x5851F42D4C957F2D).sum()
-    return int(total)
+    return torch.stack([_checksum(tensor) for tensor in tensors])
+
+
+def checksum(tensor: Tensor) -> int:
+    """Return the checksum of one tensor, see checksums."""
+    return int(_checksum(tensor))
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    words = _words(tensor)
+    total = torch.full((), tensor.numel(), dtype=torch.int64, device=tensor.device)
+    for start in range(0, len(words), _CHECKSUM_CHUNK):
+        chunk = words[start : start + _CHECKSUM_CHUNK]
+        odd = torch.arange(2 * start + 1, 2 * (start + len(chunk)) + 1, 2, device=tensor.device)
+        total += odd.mul_(chunk ^ (chunk >> 32)).sum()
+    return total * _MULTIPLIER
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Return the tensor's bytes as int64, the last ones padded with zeros; shares its memory where it can."""
+    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+    if len(flat) % 8:
+        flat = F.pad(flat, (0, -len(flat) % 8))
+    elif flat.data_ptr() % 8 or flat.storage_offset() % 8:
+        flat = flat.clone()
+    return flat.view(torch.int64)

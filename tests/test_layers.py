@@ -13,7 +13,19 @@ MODULES = sorted(
 
 STEPS = 3  # the layer whose modules never import each other: data passes through the trainer
 LAYERS = [
-    {"config", "validate", "batch", "bucket", "metrics", "progress", "distributed", "memory", "snapshot", "phase_log"},
+    {
+        "config",
+        "validate",
+        "batch",
+        "bucket",
+        "layout",
+        "metrics",
+        "progress",
+        "distributed",
+        "memory",
+        "snapshot",
+        "phase_log",
+    },
     {"advantage", "correction", "loss"},
     {
         "models",
@@ -36,7 +48,7 @@ LAYERS = [
 ]
 HEAVY = {
     "vllm": {"hybrid_rl/engines/vllm.py", "hybrid_rl/engines/vllm_worker.py"},
-    "deepspeed": {"hybrid_rl/engines/deepspeed.py", "hybrid_rl/engines/states.py"},
+    "deepspeed": {f"hybrid_rl/engines/{name}.py" for name in ("deepspeed", "flat", "states")},
     "peft": {"hybrid_rl/lora.py"},
     "ray": set(),
     "wandb": set(),

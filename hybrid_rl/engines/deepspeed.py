@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ import deepspeed
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import logger as deepspeed_logger
 
+from hybrid_rl.engines.flat import FlatWeights
 from hybrid_rl.engines.states import LearnedStates
 
 deepspeed_logger.setLevel(logging.WARNING)
@@ -60,9 +61,9 @@ def lr_factor(config: OptimizerConfig, total_steps: int) -> Callable[[int], floa
 
 
 def _make_optimizer(
-    module: nn.Module, config: OptimizerConfig, *, zero_stage: int, device: torch.device
+    parameters: Iterable[nn.Parameter], config: OptimizerConfig, *, zero_stage: int, device: torch.device
 ) -> torch.optim.Optimizer:
-    parameters = [p for p in module.parameters() if p.requires_grad]
+    parameters = [p for p in parameters if p.requires_grad]
     matrices, rest = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
@@ -82,8 +83,16 @@ class TrainEngine:
     """A model, its gradients and its optimizer, sharded over all ranks."""
 
     def __init__(
-        self, module: nn.Module, config: OptimizerConfig, *, zero_stage: int, total_steps: int, world: World
+        self,
+        module: nn.Module,
+        config: OptimizerConfig,
+        *,
+        zero_stage: int,
+        total_steps: int,
+        world: World,
+        flat: FlatWeights | None = None,
     ) -> None:
+        """Take charge of a module; flat: the buffer that its parameters are in, if an engine shares it."""
         dtype = next(module.parameters()).dtype
         check(
             zero_stage > 0 or dtype == torch.float32,
@@ -107,12 +116,15 @@ class TrainEngine:
         if dtype == torch.bfloat16:
             settings |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
         factor = lr_factor(config, total_steps)
-        self._engine, *_ = deepspeed.initialize(
-            model=module,
-            optimizer=_make_optimizer(module, config, zero_stage=zero_stage, device=world.device),
-            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
-            config=settings,
-        )
+        parameters = flat.ordered() if flat else module.parameters()
+        with flat.adopted() if flat else nullcontext():
+            self._engine, *_ = deepspeed.initialize(
+                model=module,
+                optimizer=_make_optimizer(parameters, config, zero_stage=zero_stage, device=world.device),
+                lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
+                config=settings,
+            )
+        self._served = served_weights(self.model)
         self._world = world
         self._zero_stage = zero_stage
         adapters = adapter_settings(self.model)
@@ -183,7 +195,7 @@ class TrainEngine:
 
         Adapters do not appear: they are merged into the weights that they change.
         """
-        return [(name, weight.shape, weight.base.dtype) for name, weight in served_weights(self.model).items()]
+        return [(name, weight.shape, weight.base.dtype) for name, weight in self._served.items()]
 
     @contextmanager
     def gathered(self, names: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
@@ -191,8 +203,7 @@ class TrainEngine:
 
         Merged weights are new tensors, computed each time that they are read.
         """
-        weights = served_weights(self.model)
-        wanted = {name: weights[name] for name in names}
+        wanted = {name: self._served[name] for name in names}
         with self._whole([p for weight in wanted.values() for p in weight.parameters]):
             yield ServedTensors(wanted)
 
