@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hybrid_rl_kernels import gae
+import hybrid_rl_kernels as kernels
+from hybrid_rl_kernels import gae, gae_with_moments
 from hybrid_rl_kernels.reference import at_least_float32, check_same_shape
 
 
@@ -140,8 +141,15 @@ def gae_advantages(
     if bootstrap_values is not None:
         check_same_shape(bootstrap_values=bootstrap_values, rows=mask.any(1))
         check_finite("bootstrap_values", bootstrap_values, mask.any(1))
-    advantages = gae(token_rewards, values, mask, gamma, gae_lambda, bootstrap_values=bootstrap_values)
-    return advantages, torch.where(mask, advantages + values.detach(), 0)
+    estimates = gae_with_moments(
+        values,
+        mask,
+        gamma=gamma,
+        gae_lambda=gae_lambda,
+        token_rewards=token_rewards,
+        bootstrap_values=bootstrap_values,
+    )
+    return estimates.advantages, estimates.returns
 
 
 def masked_sums(x: Tensor, mask: Tensor) -> Tensor:
@@ -151,27 +159,28 @@ def masked_sums(x: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([mask.bool().sum().double(), selected.sum(), selected.square().sum()])
 
 
-def whiten(x: Tensor, mask: Tensor, sums: Tensor | None = None) -> Tensor:
+def moments(x: Tensor, mask: Tensor) -> Tensor:
+    """Return [3] float64: number, mean and sum of squared deviations of x [B, T] in the mask, without gradient.
+
+    Ranks put theirs together by `hybrid_rl_kernels.merge_moments`, without the cancellation of sums of squares.
+    """
+    return gae_with_moments(None, mask.bool(), gamma=0.0, gae_lambda=1.0, token_rewards=x).moments
+
+
+def whiten(x: Tensor, mask: Tensor, all_moments: Tensor | None = None) -> Tensor:
     """Return x with mean 0 and population variance 1 over the mask.
 
     Args:
-        x:    any shape, float32.
-        mask: same shape, bool.
-        sums: [3] float64 or None; `masked_sums` of this x plus those of the other ranks, this x alone when None.
+        x:           [B, T] float32.
+        mask:        [B, T] bool.
+        all_moments: [3] float64 or None; `moments` of this x merged with the other ranks', this x alone when None.
     Returns:
-        whitened: as x, 0 outside the mask; all 0 if the entries are equal or there is only one.
+        whitened: as x, 0 outside the mask; all 0 if the entries are equal up to rounding or there is only one.
     Raises:
         ValueError: shapes differ.
+    Source of the pass and its merging: Chan et al. 1979.
     """
-    sums = masked_sums(x, mask) if sums is None else sums.to(x.device)
-    count, total, squares = sums.unbind()
-    mean = total / count
-    variance = squares / count - mean.square()
-    # Rounding of the sums leaves equal entries a variance of a few eps * mean^2 (6e-15 mean^2 seen for 8 million).
-    # The bound is a standard deviation of 1.2e-7 mean: one unit in the last place of float32.
-    is_constant = variance <= 64 * torch.finfo(torch.float64).eps * mean.square()
-    whitened = (x.double() - mean) / variance.sqrt()
-    return torch.where(mask.bool() & ~is_constant, whitened, 0).to(x.dtype)
+    return kernels.whiten(x, mask, moments(x, mask) if all_moments is None else all_moments)
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, *, estimator: str, lengths: Tensor | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hybrid_rl.attention import packing_arguments
 from hybrid_rl.batch import Packed
 from hybrid_rl.config import ModelsConfig, check
-from hybrid_rl_kernels import fused_logprobs
+from hybrid_rl_kernels import fused_logprobs, token_loss_one_pass
 
 _logger = logging.getLogger(__name__)
+
+LossOfLogprobs = Callable[[Tensor, Tensor, slice], Tensor]
+"""From log-probs and entropies [n] of a slice of the targets to losses [n], each of which depends on its token alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,19 +52,23 @@ class LogprobHead(nn.Linear):
     shape = LogitShape()
     """Of the log-probs; of logits the model itself takes care."""
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None, temperature: float = 1.0) -> Any:
-        """Return logits [..., V]; with targets [R] and hidden [R, H] return (log-probs [R], entropy [R]) in float32."""
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        temperature: float = 1.0,
+        loss_of_logprobs: LossOfLogprobs | None = None,
+    ) -> Any:
+        """Return logits [..., V]; with targets [R] and hidden [R, H] return (log-probs [R], entropy [R]) in float32.
+
+        With loss_of_logprobs too, return (sum of the losses, log-probs, entropy); the loss alone has gradients.
+        """
         if targets is None:
             return super().forward(hidden)
-        return fused_logprobs(
-            hidden,
-            self.weight,
-            targets,
-            temperature,
-            self.bias,
-            logit_scale=self.shape.logit_scale,
-            softcap=self.shape.softcap,
-        )
+        shape: dict[str, Any] = {"logit_scale": self.shape.logit_scale, "softcap": self.shape.softcap}
+        if loss_of_logprobs is None:
+            return fused_logprobs(hidden, self.weight, targets, temperature, self.bias, **shape)
+        return token_loss_one_pass(hidden, self.weight, targets, temperature, loss_of_logprobs, self.bias, **shape)
 
 
 class ValueHead(nn.Linear):
@@ -127,10 +135,14 @@ class Actor(PackedModel):
         index: Tensor,
         targets: Tensor,
         temperature: float,
-    ) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies, both [R] float32, of targets [R] predicted at positions index [R] of N."""
+        loss_of_logprobs: LossOfLogprobs | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Return log-probs and entropies, both [R] float32, of targets [R] predicted at positions index [R] of N.
+
+        With loss_of_logprobs, what LogprobHead returns then.
+        """
         hidden = self.hidden(input_ids, position_ids, cu_seqlens, max_length)
-        return self.model.get_output_embeddings()(hidden[index], targets, temperature)
+        return self.model.get_output_embeddings()(hidden[index], targets, temperature, loss_of_logprobs)
 
 
 class ValueModel(PackedModel):

@@ -13,7 +13,7 @@ from hybrid_rl.advantage import (
     gae_advantages,
     group_advantages,
     length_adaptive_lambda,
-    masked_sums,
+    moments,
     token_rewards,
     whiten,
 )
@@ -23,6 +23,7 @@ from hybrid_rl.correction import importance_weights
 from hybrid_rl.distributed import World
 from hybrid_rl.loss import kl_estimate
 from hybrid_rl.models import packed_inputs
+from hybrid_rl_kernels import merge_moments
 
 Forward = Callable[..., Any]
 """An Actor or a ValueModel, plain or behind a training engine."""
@@ -153,9 +154,9 @@ def add_advantages(
     if config.estimator in ("gae", "reinforce_pp", "remax"):
         rewards = token_rewards(batch.rewards, mask, kl=kl, kl_coef=coef)
         if config.estimator == "gae":
-            advantages, returns = _gae(batch, rewards, config, bootstrap_values)
+            advantages, returns = _gae(batch, rewards, config, bootstrap_values, world.device)
         else:
-            advantages = discounted_returns(rewards, mask, gamma=config.gamma)
+            advantages = discounted_returns(*_on(world.device, rewards, mask), gamma=config.gamma).cpu()
     else:
         scores = group_advantages(
             batch.rewards, batch.group_ids, estimator=config.estimator, lengths=batch.response_lengths
@@ -167,23 +168,31 @@ def add_advantages(
         assert batch.baselines is not None
         advantages = torch.where(mask, advantages - batch.baselines[:, None], 0)
     if config.whiten and config.estimator in WHITENED:
-        advantages = whiten(advantages, mask, world.sum(masked_sums(advantages, mask)))
+        x, places = _on(world.device, advantages, mask)
+        of_ranks = torch.stack(world.gather(moments(x, places).cpu()))
+        advantages = whiten(x, places, merge_moments(of_ranks).to(world.device)).cpu()
     return batch.with_fields(advantages=advantages, returns=returns), sums
 
 
+def _on(device: torch.device, *tensors: Tensor) -> list[Tensor]:
+    """Return the tensors on the device, where a scan over tokens is one kernel."""
+    return [x.to(device) for x in tensors]
+
+
 def _gae(
-    batch: TrainBatch, rewards: Tensor, config: AdvantageConfig, bootstrap_values: Tensor | None
+    batch: TrainBatch,
+    rewards: Tensor,
+    config: AdvantageConfig,
+    bootstrap_values: Tensor | None,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """Return advantages and value targets, each with its own lambda where the settings decouple them."""
     assert batch.values is not None
-    mask = batch.response_mask
+    rewards, values, mask = _on(device, rewards, batch.values, batch.response_mask)
+    if bootstrap_values is not None:
+        bootstrap_values = (bootstrap_values * batch.is_truncated).to(device)
     estimate = functools.partial(
-        gae_advantages,
-        rewards,
-        batch.values,
-        mask,
-        gamma=config.gamma,
-        bootstrap_values=None if bootstrap_values is None else bootstrap_values * batch.is_truncated,
+        gae_advantages, rewards, values, mask, gamma=config.gamma, bootstrap_values=bootstrap_values
     )
     actor_lambda: float | Tensor = config.gae_lambda
     if config.length_adaptive_alpha is not None:
@@ -191,4 +200,4 @@ def _gae(
     advantages, returns = estimate(gae_lambda=actor_lambda)
     if config.critic_lambda is not None:
         _, returns = estimate(gae_lambda=config.critic_lambda)
-    return advantages, returns
+    return advantages.cpu(), returns.cpu()

@@ -123,38 +123,73 @@ class KlInLoss:
     is_unbiased: bool
 
 
-def _policy_loss(
-    logprobs: Tensor, packed: Packed, batch: TrainBatch, weights: Tensor, config: UpdateConfig
-) -> tuple[Tensor, Sums]:
-    """Return the weighted sum of the policy's token losses, and what to log of them."""
-    assert batch.old_logprobs is not None and batch.advantages is not None
-    old = packed.gather(batch.old_logprobs)
-    token_loss, is_clipped = policy_loss(
-        logprobs,
-        old,
-        packed.gather(batch.advantages),
-        kind=config.policy_loss,
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        dual_clip=config.dual_clip,
-        sequence_index=packed.token_rows.to(logprobs.device),
-        num_sequences=len(batch),
-    )
-    if batch.loss_weights is not None:
-        token_loss = token_loss * packed.gather(batch.loss_weights)
-    loss, log_ratio = (weights * token_loss).sum(), (logprobs - old).detach()
-    return loss, {
-        "loss": loss,
-        "clip_fraction": (weights * is_clipped).sum(),
-        "ratio": (weights * log_ratio.exp()).sum(),
-        "log_ratio": (weights * log_ratio.abs()).sum(),
-    }
+class ActorLoss:
+    """The actor's loss of one micro-batch, token by token; [R] are its response tokens."""
 
+    def __init__(
+        self, packed: Packed, batch: TrainBatch, weights: Tensor, config: UpdateConfig, kl: KlInLoss | None
+    ) -> None:
+        assert batch.old_logprobs is not None and batch.advantages is not None
+        self._config = config
+        self._kl = kl
+        self._weights = weights
+        self._factor = weights if batch.loss_weights is None else weights * packed.gather(batch.loss_weights)
+        self._old = packed.gather(batch.old_logprobs)
+        self._advantages = packed.gather(batch.advantages)
+        self._ref: Tensor | None = None
+        if kl is not None:
+            assert batch.ref_logprobs is not None
+            self._ref = packed.gather(batch.ref_logprobs)
+        self._sequences = packed.token_rows.to(weights.device)
+        self._num_sequences = len(batch)
 
-def _kl_loss(logprobs: Tensor, packed: Packed, batch: TrainBatch, weights: Tensor, kl: KlInLoss) -> Tensor:
-    assert batch.old_logprobs is not None and batch.ref_logprobs is not None
-    old, ref = packed.gather(batch.old_logprobs), packed.gather(batch.ref_logprobs)
-    return (weights * kl_loss(logprobs, old, ref, kl.estimator, unbiased=kl.is_unbiased)).sum()
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether a token's loss depends on no other token, as all but those of a sequence's ratio."""
+        return self._config.policy_loss != "gspo"
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, tokens: slice) -> Tensor:
+        """Return the weighted losses [n] of some tokens, given their log-probs and entropies [n]."""
+        loss = self._factor[tokens] * self._policy(logprobs, tokens)[0]
+        if self._config.entropy_coef:
+            loss = loss - self._config.entropy_coef * self._weights[tokens] * entropy
+        if self._kl is not None:
+            loss = loss + self._kl.coef * self._weights[tokens] * self._kl_loss(self._kl, logprobs, tokens)
+        return loss
+
+    def _policy(self, logprobs: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
+        config = self._config
+        return policy_loss(
+            logprobs,
+            self._old[tokens],
+            self._advantages[tokens],
+            kind=config.policy_loss,
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            dual_clip=config.dual_clip,
+            sequence_index=self._sequences[tokens],
+            num_sequences=self._num_sequences,
+        )
+
+    def _kl_loss(self, kl: KlInLoss, logprobs: Tensor, tokens: slice) -> Tensor:
+        assert self._ref is not None
+        return kl_loss(logprobs, self._old[tokens], self._ref[tokens], kl.estimator, unbiased=kl.is_unbiased)
+
+    @torch.no_grad()
+    def sums(self, logprobs: Tensor, entropy: Tensor) -> Sums:
+        """Return what to log of all tokens, given their log-probs and entropies [R]."""
+        everything, log_ratio = slice(0, len(logprobs)), logprobs - self._old
+        token_loss, is_clipped = self._policy(logprobs, everything)
+        found = {
+            "loss": (self._factor * token_loss).sum(),
+            "clip_fraction": (self._weights * is_clipped).sum(),
+            "ratio": (self._weights * log_ratio.exp()).sum(),
+            "log_ratio": (self._weights * log_ratio.abs()).sum(),
+            "entropy": (self._weights * entropy).sum(),
+        }
+        if self._kl is not None:
+            found["kl_loss"] = (self._weights * self._kl_loss(self._kl, logprobs, everything)).sum()
+        return found
 
 
 def update_actor(
@@ -176,17 +211,14 @@ def update_actor(
     """
 
     def compute_loss(packed: Packed, weights: Tensor) -> tuple[Tensor, Sums]:
-        logprobs, entropy = engine.forward(
-            **packed_inputs(packed), index=packed.response_index, targets=packed.targets, temperature=temperature
-        )
-        loss, sums = _policy_loss(logprobs, packed, batch, weights, config)
-        sums["entropy"] = (weights * entropy).sum()
-        if config.entropy_coef:
-            loss = loss - config.entropy_coef * sums["entropy"]
-        if kl is not None:
-            sums["kl_loss"] = _kl_loss(logprobs, packed, batch, weights, kl)
-            loss = loss + kl.coef * sums["kl_loss"]
-        return (1 - ptx_coef) * loss if ptx_coef else loss, sums
+        inputs = packed_inputs(packed) | {"index": packed.response_index, "targets": packed.targets}
+        token_loss = ActorLoss(packed, batch, weights, config, kl)
+        if token_loss.is_elementwise:
+            loss, logprobs, entropy = engine.forward(**inputs, temperature=temperature, loss_of_logprobs=token_loss)
+        else:
+            logprobs, entropy = engine.forward(**inputs, temperature=temperature)
+            loss = token_loss(logprobs, entropy, slice(0, len(logprobs))).sum()
+        return (1 - ptx_coef) * loss if ptx_coef else loss, token_loss.sums(logprobs, entropy)
 
     return _update(
         engine,

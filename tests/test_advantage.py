@@ -14,10 +14,12 @@ from hybrid_rl.advantage import (
     group_advantages,
     length_adaptive_lambda,
     masked_sums,
+    moments,
     overlong_penalty,
     token_rewards,
     whiten,
 )
+from hybrid_rl_kernels import merge_moments
 
 GARBAGE = [math.nan, math.inf, -math.inf, 3e38, -7.5]
 # pad id == EOS id == 2: `5 6 2 2 2`, cut `5 6 7 8 9`, `2 2 2 2 2` of length 1, and an empty response.
@@ -164,7 +166,7 @@ def test_advantages_carry_no_gradient():
         ({"gae_lambda": -0.1}, "gae_lambda must lie"),
         ({"gae_lambda": torch.tensor([0.5, 1.5])}, r"gae_lambda must lie in \[0, 1\], got 1.5 in row 1"),
         ({"gae_lambda": torch.tensor([math.nan, 1])}, "got nan in row 0"),
-        ({"gae_lambda": torch.ones(3)}, r"gae_lambda \[3\]"),
+        ({"gae_lambda": torch.ones(3)}, "gae_lambda must be"),
         ({"values": torch.ones(2, 1)}, r"values \[2, 1\]"),
         ({"bootstrap_values": torch.ones(3)}, "bootstrap_values"),
         ({"bootstrap_values": torch.tensor([0, math.inf])}, "bootstrap_values is inf in row 1"),
@@ -196,6 +198,7 @@ def test_whiten_by_hand():
     x = torch.tensor([[1.0, 2, 9], [6, 9, 9]])
     mask = torch.tensor([[True, True, False], [True, False, False]])
     assert masked_sums(x, mask).tolist() == [3, 9, 41]
+    assert moments(x, mask).tolist() == pytest.approx([3, 3, 14])  # squared deviations 4 + 1 + 9
     # 1 2 6: mean 9/3 = 3, variance 41/3 - 9 = 14/3 (population), so -2 -1 3 over its root.
     std = math.sqrt(14 / 3)
     expected = torch.tensor([[-2 / std, -1 / std, 0], [3 / std, 0, 0]])
@@ -211,21 +214,22 @@ def test_equal_entries_whiten_to_zero(value, count, dtype):
 
 
 def test_whiten_survives_a_large_offset():
-    # One unit apart at a million: rounding of the sums must not swallow it. Mean 1e6 + 0.5, std 0.5.
-    assert whiten(torch.tensor([1e6, 1e6 + 1]), torch.ones(2)).tolist() == pytest.approx([-1, 1], rel=1e-2)
+    # Two units apart at a million: rounding of the sums must not swallow it. Mean 1e6 + 1, std 1.
+    x = torch.tensor([[1e6, 1e6 + 2]])
+    assert whiten(x, torch.ones(1, 2, dtype=torch.bool)).tolist()[0] == pytest.approx([-1, 1], rel=1e-2)
 
 
 def test_whitening_spans_ranks():
     x, _, mask = random_batch(5, B=6)
-    sums = masked_sums(x[:2], mask[:2]) + masked_sums(x[2:], mask[2:])
-    parts = torch.cat([whiten(x[:2], mask[:2], sums), whiten(x[2:], mask[2:], sums)])
+    both = merge_moments(torch.stack([moments(x[:2], mask[:2]), moments(x[2:], mask[2:])]))
+    parts = torch.cat([whiten(x[:2], mask[:2], both), whiten(x[2:], mask[2:], both)])
     torch.testing.assert_close(parts, whiten(x, mask))
     assert parts[mask].mean().item() == pytest.approx(0, abs=1e-6)
     assert parts[mask].var(correction=0).item() == pytest.approx(1, abs=1e-5)
 
 
 def test_whiten_shows_nan():
-    assert whiten(torch.tensor([1, math.nan, 2]), torch.tensor([True, True, True])).isnan().all()
+    assert whiten(torch.tensor([[1, math.nan, 2]]), torch.ones(1, 3, dtype=torch.bool)).isnan().all()
 
 
 @pytest.mark.parametrize(

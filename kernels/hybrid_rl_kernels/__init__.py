@@ -1,7 +1,7 @@
 """The numeric kernels of hybrid_rl; imports nothing of it, so the package can be used alone.
 
-Everything goes to PyTorch, unless HYBRID_RL_KERNELS=triton is in the environment: then tensors on a GPU go to Triton,
-but for float32 weights and float64 advantages. The variable is read once, at import.
+Tensors on a GPU go to Triton, but for float32 weights and float64 advantages; all others go to PyTorch, and everything
+does with HYBRID_RL_KERNELS=reference in the environment, which is read once, at import.
 """
 
 from hybrid_rl_kernels.dispatch import (

@@ -15,8 +15,7 @@ from hybrid_rl_kernels import gae_reference, reference
 from hybrid_rl_kernels.gae_reference import Mode, Rows
 from hybrid_rl_kernels.reference import LogitTransform, check_head_shapes, check_same_shape
 
-# PyTorch until the kernels have been measured on a GPU: they have only run in the interpreter and compiled for sm_90.
-_SETTING = os.environ.get("HYBRID_RL_KERNELS", "reference")
+_SETTING = os.environ.get("HYBRID_RL_KERNELS", "triton")
 if _SETTING not in ("triton", "reference"):
     raise ValueError(f"HYBRID_RL_KERNELS must be triton or reference, got {_SETTING!r}")
 

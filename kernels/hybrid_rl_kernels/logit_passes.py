@@ -54,16 +54,13 @@ PROGRAM_START = 0.1
 """What a program costs beside its tiles, in tiles."""
 STATE_BYTES = 16 * MIB
 """Bound of the states that wait to be merged."""
-FUSED_MAX_HIDDEN = 3072
-"""Above it the product takes so long that writing and reading logits hardly shows, and cuBLAS multiplies faster."""
-
 FUSED_SHARED_BYTES = 216 * 1024
 """What the largest tiles need of a multiprocessor's shared memory."""
 
 TRUNCATION = 9.7e-10
-"""Share of a sum of 16-bit products that Hopper's tensor cores lose per term, as they cut what their accumulators cannot
-hold: on an H200, against float64, logits are too small by 8.3e-7, 2.0e-6 and 4.0e-6 of themselves for H = 896, 2048 and
-4096, of cuBLAS as of Triton. In a log-prob it adds up to 6e-5, so the transform gives it back."""
+"""Share of a sum of 16-bit products that Hopper's tensor cores lose per term, as they cut what their accumulators do
+not hold: on an H200, against float64, logits are too small by 8.3e-7, 2.0e-6 and 4.0e-6 of themselves for H = 896, 2048
+and 4096, of cuBLAS as of Triton. In a log-prob that makes up to 6e-5, so the transform gives it back."""
 
 CHUNK_ROWS, CHUNK_COLUMNS = 4096, 2048
 """Logits of the chunked path: 32 MiB, of the 50 MB of L2."""
@@ -71,11 +68,10 @@ ROW_TILE = (4, 1024)
 """Rows and columns of hybrid_rl_row_kernel's tile."""
 
 
-def choose_path(num_rows: int, num_hidden: int, num_columns: int, device: torch.device) -> Path:
-    """Return the faster path, by profiling/bench_kernels.py, of those that a device can run."""
-    del num_rows, num_columns  # neither has decided anything yet
+def choose_path(num_hidden: int, device: torch.device) -> Path:
+    """Return the faster path of those that can run: on an H200 fused at every shape of profiling/bench_kernels.py."""
     is_aligned = num_hidden % 8 == 0  # rows of 16-bit numbers in multiples of 16 bytes
-    return "fused" if is_aligned and num_hidden <= FUSED_MAX_HIDDEN and _has_room(device) else "chunked"
+    return "fused" if is_aligned and _has_room(device) else "chunked"
 
 
 @cache

@@ -261,8 +261,8 @@ def test_blocks_cover_everything_once(total, size, multiple):
 
 def test_the_fused_path_gets_only_rows_that_it_can_load():
     device = torch.device("cpu")
-    assert logit_passes.choose_path(4096, 896, 151936, device) == "fused"
-    assert logit_passes.choose_path(4096, 898, 151936, device) == "chunked"
+    assert logit_passes.choose_path(896, device) == "fused"
+    assert logit_passes.choose_path(898, device) == "chunked"
 
 
 @pytest.mark.parametrize(
