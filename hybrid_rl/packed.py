@@ -18,7 +18,7 @@ from hybrid_rl_kernels import fused_logprobs, token_loss_one_pass
 _logger = logging.getLogger(__name__)
 
 LossOfLogprobs = Callable[[Tensor, Tensor, slice], Tensor]
-"""From log-probs and entropies [n] of a slice of the targets to losses [n], each of which depends on its token alone."""
+"""From log-probs and entropies [n] of a slice of the targets to losses [n], each depending on its token alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
