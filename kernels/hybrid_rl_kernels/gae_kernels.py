@@ -83,10 +83,15 @@ def _following(mask_ptr, first, place, length, next_sampled, IS_CARRY: tl.conste
 
 
 @triton.jit
+def _add_both(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
 def _moments(x, is_counted):
     """Return number, mean and sum of squared deviations of one block."""
-    count = tl.sum(is_counted.to(tl.float32), axis=0)
-    mean = tl.sum(x, axis=0) / tl.maximum(count, 1.0)
+    count, total = tl.reduce((is_counted.to(tl.float32), x), 0, _add_both)
+    mean = total / tl.maximum(count, 1.0)
     deviation = tl.where(is_counted, x - mean, 0.0)
     return count, mean, tl.sum(deviation * deviation, axis=0)
 
@@ -117,7 +122,8 @@ def hybrid_rl_gae_kernel(
         if last < 0:  # the last sampled token of the row, from which on there are states
             last = tl.max(tl.where(is_sampled, place, -1), axis=0)
         following, is_after = _following(mask_ptr, first, place, length, next_sampled, IS_CARRY)
-        next_sampled = tl.minimum(next_sampled, tl.min(tl.where(is_sampled, place, _NONE), axis=0))
+        if IS_CARRY:
+            next_sampled = tl.minimum(next_sampled, tl.min(tl.where(is_sampled, place, _NONE), axis=0))
         value = _load(values_ptr, slots, is_inside, is_sampled)
         next_value = _load(values_ptr, first + following, is_after, is_after)
         reward = _load(rewards_ptr, slots, is_inside, is_sampled) - kl_coef * _load(
@@ -132,7 +138,8 @@ def hybrid_rl_gae_kernel(
         own_sum = tl.where(is_state, reward + gamma * next_value - value, 0.0)
         total_decay, total = tl.associative_scan((own_decay, own_sum), 0, _compose, reverse=True)
         advantage = total + total_decay * next_advantage
-        next_advantage = tl.sum(tl.where(place == start, advantage, 0.0), axis=0)
+        if start > 0:  # a reduction waits for all warps: none where the row ends
+            next_advantage = tl.sum(tl.where(place == start, advantage, 0.0), axis=0)
         advantage = tl.where(is_sampled, advantage, 0.0)
         tl.store(advantages_ptr + slots, advantage, mask=is_inside)
         if returns_ptr is not None:
