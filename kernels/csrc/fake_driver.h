@@ -1,0 +1,25 @@
+// A CUDA driver in host memory, for tests: addresses without physical memory fault, copies happen when something waits
+// for them, the device has a capacity, and any call can be told to fail.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "cuda_driver.h"
+
+namespace fake {
+
+const vmm::Driver& driver();
+void reset(size_t capacity);
+size_t used();                                        // bytes of physical memory
+size_t pinned();                                      // bytes of registered host memory
+void fail(const std::string& call, int after, int code);  // the call after so many good ones, once
+std::vector<std::string> take_log();                  // copies as they happen, maps and unmaps
+
+}  // namespace fake
+
+extern "C" {
+void fake_reset(size_t capacity);
+size_t fake_used();
+void fake_fail(const char* call, int after, int code);
+}
