@@ -299,3 +299,25 @@ def test_export_is_an_ordinary_model_folder(tmp_path, tiny, world, stage, tied):
     assert load_tokenizer(str(folder)).get_vocab() == tokenizer.get_vocab()
     assert load_tokenizer(str(folder))("3+4=") == tokenizer("3+4=")
     assert eos_token_ids(str(folder), load_tokenizer(str(folder))) == [0, 4]
+
+
+def test_the_best_actor_is_kept(tmp_path, tiny, world):
+    actor, tokenizer, folder = (
+        make_actor(tiny / "policy", world, 1),
+        load_tokenizer(str(tiny / "policy")),
+        tmp_path / "b",
+    )
+
+    def offer(accuracy: float, number: int) -> bool:
+        return checkpoint.export_best(folder, actor, tokenizer, world, accuracy=accuracy, step=number)
+
+    assert offer(0.5, 1)
+    kept = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    step(actor)
+    assert not offer(0.5, 2) and not offer(0.25, 3)
+    again = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(again[name], kept[name]) for name in kept)
+    assert offer(0.75, 4)
+    better = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert not all(torch.equal(better[name], kept[name]) for name in kept)
+    assert json.loads((folder / "best.json").read_text()) == {"step": 4, "accuracy": 0.75}

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,12 @@ def test_baselines_belong_to_the_prompts():
     )
     batch = add_rewards(found, RewardConfig(clip=2.0), max_response_tokens=4, world=WORLD)
     assert batch.baselines.tolist() == [0.25, 2.0, 0.25]
+
+
+def test_penalties_are_the_sampled_responses_own():
+    """A greedy response that was not cut off must not pay for the sampled one that was."""
+    plain = scored([1, 1], [7, 8])
+    cut_off = [replace(rollout, is_truncated=True) for rollout in plain.rollouts]
+    found = replace(plain, rollouts=cut_off, baselines={7: 0.5, 8: 1.0})
+    batch = add_rewards(found, RewardConfig(truncation_penalty=0.25), max_response_tokens=1, world=WORLD)
+    assert batch.rewards.tolist() == [0.75, 0.75] and batch.baselines.tolist() == [0.5, 1.0]

@@ -9,9 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from hybrid_rl.batch import Prompt, Rollout
-from hybrid_rl.config import ConfigError
+from hybrid_rl.config import ConfigError, RewardConfig
 from hybrid_rl.distributed import free_port
-from hybrid_rl.rewards import RemoteScorer
+from hybrid_rl.judge import RewardSources, score_rollouts
+from hybrid_rl.rewards import RemoteScorer, ScorerPool
 
 
 class Service:
@@ -205,3 +206,16 @@ def test_a_wrong_answer_is_an_error_and_not_asked_for_again(serve, text, message
 def test_settings_are_checked(urls, settings, message):
     with pytest.raises(ConfigError, match=message):
         RemoteScorer(urls, **{"timeout_s": 1, "retries": 0, **settings})
+
+
+def test_a_remote_score_counts_with_its_weight_beside_the_functions(serve):
+    service = serve(lengths)
+    rollouts = make_rollouts(["a", "bbb"])
+    remote = RemoteScorer([service.url], timeout_s=5, retries=0)
+    with ScorerPool(["exact_match"], [4.0], timeout_s=10, on_error="zero", num_workers=1) as functions:
+        sources = RewardSources(functions=functions, remote=remote)
+        found = score_rollouts(rollouts, sources, RewardConfig(functions=["exact_match"], remote_weight=0.5))
+    assert found.parts["remote"].tolist() == [1, 3]
+    assert found.scores.tolist() == [0.5, 1.5]  # neither text is its prompt's answer
+    # Prompt 1 has no answer to compare with: that is a failure, counted beside the others' in a sum of parts.
+    assert (found + found.select([1])).sums["reward/num_failed"] == 2 * found.num_failed == 2
