@@ -39,6 +39,7 @@ __all__ = [
     "check_models",
     "choose_dtype",
     "dense_attention",
+    "empty_model",
     "eos_token_ids",
     "load_actor",
     "load_config",
@@ -132,10 +133,29 @@ def _check_classes(config: Config, configs: dict[str, PretrainedConfig]) -> None
             config.models.attention, torch.device("cpu"), torch.float32, model_class, model_config, field=field
         )
         if lora.rank and lora.target_modules and field in ("models.actor", "models.critic"):
-            with torch.device("meta"):
-                model: Any = model_class(model_config)
-            head: Any = model.get_output_embeddings() if is_policy else getattr(model, "score", None)
+            model, head = _empty(model_class, model_config, is_policy=is_policy)
             check_targets(model, lora, heads=[head])
+
+
+def _empty(model_class: type[PreTrainedModel], model_config: PretrainedConfig, *, is_policy: bool) -> tuple[Any, Any]:
+    with torch.device("meta"):
+        model: Any = model_class(model_config)
+    return model, model.get_output_embeddings() if is_policy else getattr(model, "score", None)
+
+
+def empty_model(path: str, *, field: str, is_policy: bool) -> tuple[Any, Any]:
+    """Return a folder's model without memory, on the meta device, and its head; of a value model with one output.
+
+    Raises:
+        ConfigError: names the field when the folder holds no such model.
+    """
+    model_config = load_config(path, field=field)
+    if not is_policy:
+        model_config.num_labels = 1
+    model_class = _model_class(model_config, f"{field} = {path}", is_policy=is_policy)
+    model, head = _empty(model_class, model_config, is_policy=is_policy)
+    check(head is not None, f"{field} = {path}: {model_class.__name__} has no head")
+    return model, head
 
 
 def _model_class(model_config: PretrainedConfig, field: str, *, is_policy: bool) -> type[PreTrainedModel]:
