@@ -1,0 +1,191 @@
+"""Train on a Ray cluster: one worker per GPU, on one node or many.
+
+python launch/ray_cluster.py --address auto --config my.yaml                  every GPU of a running cluster
+python launch/ray_cluster.py --address local --cpu --num_workers 2            two ranks in a cluster of their own, here
+python launch/ray_cluster.py --config my.yaml --max_failures 3                start again after a node died
+
+The checkout, the models, the data and `run.dir` must have the same path on every node.
+"""
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]  # so that a checkout runs without being installed
+
+import ray  # noqa: E402
+from jsonargparse import set_parsing_settings  # noqa: E402
+from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, get_context  # noqa: E402
+from ray.train.torch import TorchConfig, TorchTrainer  # noqa: E402
+
+from hybrid_rl.config import Config, ConfigError, check  # noqa: E402
+from hybrid_rl.validate import validate  # noqa: E402
+from launch.colocated import DEMO, SettingsParser  # noqa: E402
+
+# What of this process's environment the workers get; Ray starts them with that of their node.
+PASSED_ON = ("CUDA_", "DS_", "HF_", "HYBRID_RL_", "NCCL_", "OMP_", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "VLLM_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What runs where."""
+
+    address: str = "auto"
+    """Of a running cluster: auto finds that of this node, host:port another; local starts one here and ends it."""
+    num_workers: int | None = None
+    """Ranks; null takes one per GPU of the cluster, or per CPU with `cpu`."""
+    cpu: bool = False
+    """Train on CPUs, one for each worker."""
+    max_failures: int = 0
+    """How often the whole group starts again from the last checkpoint after a worker or its node died."""
+    wait_s: float = 300.0
+    """How long to wait until the cluster has what the workers need."""
+
+    @property
+    def resource(self) -> str:
+        """What a worker takes one of, as Ray calls it."""
+        return "CPU" if self.cpu else "GPU"
+
+
+class OneGpuEach(TorchConfig):
+    """Ray shows every worker all GPUs that its node's workers have; an engine that it starts must see only its own."""
+
+    @property
+    def backend_cls(self) -> Any:
+        """Return Ray's backend, without that sharing."""
+        return type("OneGpuEachBackend", (super().backend_cls,), {"share_cuda_visible_devices": False})
+
+
+def parse(arguments: list[str] | None = None) -> tuple[Config, Cluster]:
+    """Return the settings of the run and of the cluster; without --config, the demo's settings are the base.
+
+    Raises:
+        SystemExit: with code 2 and one sentence, for anything that cannot be read.
+    """
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = SettingsParser(prog="ray_cluster.py", description=__doc__)
+    parser.add_argument("--config", action="config", help="YAML file with any of the settings below.")
+    parser.add_argument("--cpu", action="store_true", help="Train on CPUs, one for each worker.")
+    parser.add_class_arguments(Cluster, skip={"cpu"})
+    parser.add_class_arguments(Config)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not any(a == "--config" or a.startswith("--config=") for a in arguments):
+        arguments = ["--config", str(DEMO), *arguments]
+    settings = parser.instantiate(parser.parse_args(arguments))
+    config, cluster = ({f.name: settings[f.name] for f in fields(kind)} for kind in (Config, Cluster))
+    return Config(**config), Cluster(**cluster)
+
+
+def work(job: Mapping[str, Any]) -> None:
+    """Train as one rank; Ray has set what describes it and joined the ranks. Runs in a worker."""
+    for stream in (sys.stdout, sys.stderr):  # Ray puts the name before every line that the driver shows
+        stream.write(f":actor_name:rank {get_context().get_world_rank()}\n")
+        stream.flush()
+    folder = Path(job["folder"])
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not there on {socket.gethostname()}: every node must have it")
+    os.chdir(folder)  # paths in the settings are the driver's
+    from transformers.utils.logging import disable_progress_bar
+
+    from hybrid_rl.trainer import train
+
+    disable_progress_bar()
+    train(job["config"])
+
+
+def wait_for_resources(cluster: Cluster) -> int:
+    """Return the number of workers once the cluster has room for all of them.
+
+    Raises:
+        ConfigError: it has not, in time; lists what was asked for and what every node has.
+    """
+    kind, deadline = cluster.resource, time.monotonic() + cluster.wait_s
+    while True:
+        free = int(ray.available_resources().get(kind, 0))
+        wanted = cluster.num_workers or int(ray.cluster_resources().get(kind, 0))
+        if 0 < wanted <= free:
+            return wanted
+        if time.monotonic() > deadline:
+            break
+        time.sleep(1)
+    nodes = [f"{n['NodeManagerAddress']} has {n['Resources'].get(kind, 0):.0f}" for n in ray.nodes() if n["Alive"]]
+    asked = f"{wanted} workers with one {kind} each" if wanted else f"a worker for every {kind}"
+    raise ConfigError(
+        f"asked for {asked}; after {cluster.wait_s:.0f} s {free} of them are free ({', '.join(nodes)}): start more "
+        "nodes, end what holds them, or lower --num_workers"
+    )
+
+
+def make_trainer(config: Config, cluster: Cluster, num_workers: int) -> TorchTrainer:
+    """Return Ray's trainer: it places the workers, node by node, joins them, and starts them again when one dies."""
+    return TorchTrainer(
+        work,
+        train_loop_config={"config": config, "folder": os.getcwd()},
+        torch_config=OneGpuEach(backend="gloo" if cluster.cpu else "cpu:gloo,cuda:nccl"),
+        scaling_config=ScalingConfig(
+            num_workers=num_workers, use_gpu=not cluster.cpu, resources_per_worker={cluster.resource: 1}
+        ),
+        run_config=RunConfig(
+            name="ray",
+            storage_path=str(config.run_dir.absolute()),
+            failure_config=FailureConfig(
+                max_failures=cluster.max_failures, controller_failure_limit=cluster.max_failures
+            ),
+        ),
+    )
+
+
+def launch(config: Config, cluster: Cluster) -> None:
+    """Run until all steps are done."""
+    check(
+        not cluster.max_failures or config.run.resume != "never",
+        f"--max_failures {cluster.max_failures}: a group that starts again needs run.resume = auto or must, not never",
+    )
+    environment = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    ray.init(address=cluster.address, runtime_env={"env_vars": environment}, log_to_driver=True)
+    try:
+        make_trainer(config, cluster, wait_for_resources(cluster)).fit()
+    finally:
+        ray.shutdown()
+
+
+def say_why(error: TrainingFailedError) -> int:
+    """Print what ended the run, a setting that cannot work as one sentence; return the exit code."""
+    failures = getattr(error, "worker_failures", {})
+    for rank, failure in sorted(failures.items()):
+        if isinstance(failure, ConfigError):
+            print(f"error: {failure}", file=sys.stderr)
+            return 2
+        print(f"rank {rank}: {type(failure).__name__}: {failure}", file=sys.stderr)
+    if not failures:
+        print(error, file=sys.stderr)
+    return 1
+
+
+def main() -> None:
+    """Read the settings, check them, train."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))  # Ray ends the workers on this one
+    config, cluster = parse()
+    try:
+        from hybrid_rl.demo import resolve_demo
+
+        launch(resolve_demo(validate(config)), cluster)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except TrainingFailedError as error:
+        sys.exit(say_why(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""The same run under Ray: two raylets on this machine, workers that die, a cluster that is too small, Ctrl-C."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from ray.cluster_utils import Cluster
+
+from hybrid_rl.config import Config, as_dict
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Rank 1 dies once in each phase, in step 1 to 4, and the phases that ended before are in the log.
+DIE_IN_EACH_PHASE = """
+import os, signal
+from launch import ray_cluster
+
+work = ray_cluster.work
+
+def dying(job):
+    from hybrid_rl import trainer
+
+    def die_in(phase, name, die_in_step):
+        original = getattr(trainer, name)
+        def once(run, *arguments):
+            marker = run.config.run_dir / f"died_in_{phase}"
+            if run.world.rank == 1 and arguments[-1] == die_in_step and not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(run, *arguments)
+        setattr(trainer, name, once)
+
+    die_in("rollout", "generate", 1)
+    die_in("score", "judge", 2)
+    die_in("update_critic", "learn_values", 3)
+    die_in("update_actor", "learn_policy", 4)
+    work(job)
+
+ray_cluster.work = dying
+ray_cluster.main()
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Two nodes of one CPU each, every one a process of its own."""
+    node = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": 100 << 20}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+        try:
+            cluster.add_node(**node)
+            yield cluster
+        finally:
+            cluster.shutdown()
+
+
+Start = Callable[..., subprocess.Popen]
+
+
+@pytest.fixture
+def start(cluster: Cluster, tmp_path: Path) -> Iterator[Start]:
+    """Start a driver on the cluster; its output goes to output.txt."""
+    started = []
+
+    def run(config: Config, *arguments: str, program: list[str]) -> subprocess.Popen:
+        settings = tmp_path / "settings.yaml"
+        settings.write_text(yaml.safe_dump(as_dict(config)))
+        command = [sys.executable, *program, "--address", cluster.address, "--cpu", "--config", str(settings)]
+        started.append(
+            subprocess.Popen(
+                [*command, *arguments],
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
+                stdout=(tmp_path / "output.txt").open("w"),
+                stderr=subprocess.STDOUT,
+            )
+        )
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+SCRIPT = ["launch/ray_cluster.py"]
+
+
+def test_workers_that_die_in_every_phase_change_nothing(make_config, launch, read_run, start, tmp_path):
+    def config(name: str) -> Config:
+        (tmp_path / name).mkdir()
+        return make_config(
+            tmp_path / name, run={"num_steps": 4}, checkpoint={"every_steps": 1, "phase_log": True, "export": False}
+        )
+
+    undisturbed, disturbed = config("undisturbed"), config("disturbed")
+    driver = start(disturbed, "--max_failures", "4", program=["-c", DIE_IN_EACH_PHASE])
+    code = driver.wait(timeout=500)
+    output = (tmp_path / "output.txt").read_text()
+    assert code == 0, output
+    assert "(rank 0 pid=" in output and "(rank 1 pid=" in output
+    phases = {path.name for path in disturbed.run_dir.glob("died_in_*")}
+    assert phases == {"died_in_rollout", "died_in_score", "died_in_update_critic", "died_in_update_actor"}
+
+    ended = launch(undisturbed, "--num_processes", "2")
+    assert ended.code == 0, ended.output
+    found, expected = read_run(disturbed), read_run(undisturbed)
+    assert (found.metrics, found.rollouts, found.state) == (expected.metrics, expected.rollouts, expected.state)
+
+
+def test_a_cluster_that_is_too_small_is_told_in_numbers(make_config, start, tmp_path):
+    driver = start(make_config(tmp_path), "--num_workers", "3", "--wait_s", "1", program=SCRIPT)
+    assert driver.wait(timeout=100) == 2
+    assert (
+        "error: asked for 3 workers with one CPU each; after 1 s 2 of them are free"
+        in (tmp_path / "output.txt").read_text()
+    )
+
+
+def test_a_group_that_starts_again_must_be_allowed_to_resume(make_config, start, tmp_path):
+    driver = start(make_config(tmp_path, run={"resume": "never"}), "--max_failures", "1", program=SCRIPT)
+    assert driver.wait(timeout=100) == 2
+    assert (
+        "a group that starts again needs run.resume = auto or must, not never" in (tmp_path / "output.txt").read_text()
+    )
+
+
+def test_a_setting_that_cannot_work_ends_with_its_sentence(make_config, start, tmp_path):
+    config = make_config(tmp_path, run={"resume": "must"})
+    driver = start(config, "--num_workers", "1", program=SCRIPT)
+    assert driver.wait(timeout=100) == 2
+    last = (tmp_path / "output.txt").read_text().splitlines()[-1]
+    assert last == f"error: run.resume = must: {config.run_dir} has no checkpoint"
+
+
+def engines() -> list[psutil.Process]:
+    """Return the vLLM engines below this process, wherever Ray put them."""
+    return [p for p in psutil.Process().children(recursive=True) if "EngineCore" in " ".join([p.name(), *p.cmdline()])]
+
+
+@pytest.mark.parametrize("request_to_end", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "terminate"])
+def test_a_request_to_end_takes_the_engines_with_it(make_config, start, tmp_path, request_to_end):
+    config = make_config(tmp_path, run={"num_steps": 1000, "eval_every_steps": 0}, rollout={"engine": "vllm"})
+    driver = start(config, "--num_workers", "1", program=SCRIPT)
+    metrics, deadline = config.run_dir / "metrics.jsonl", time.monotonic() + 200
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        assert driver.poll() is None, (tmp_path / "output.txt").read_text()
+        time.sleep(0.5)
+    assert metrics.stat().st_size, (tmp_path / "output.txt").read_text()
+    running = engines()
+    assert running
+    driver.send_signal(request_to_end)
+    driver.wait(timeout=60)
+    _, alive = psutil.wait_procs(running, timeout=30)
+    assert not alive
