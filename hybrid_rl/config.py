@@ -26,6 +26,8 @@ class RunConfig:
     """Rule function of an evaluation, as in `reward.functions`; a score of at least 1 counts as right."""
     eval_samples: int = 1
     """Responses per held-out prompt: 1 is greedy, more are sampled at `rollout.temperature` and give pass@k too."""
+    profile_steps: tuple[int, int] | None = None
+    """First and last step that Nsight Systems records, see profiling/nsys.sh; null is none."""
     stop_at_accuracy: float | None = None
     """End the run when an evaluation reaches this exact accuracy; null runs all steps."""
 
@@ -303,6 +305,9 @@ class MemoryConfig:
 class SyncConfig:
     """How new weights reach the rollout engine, and how that is proved."""
 
+    mode: Literal["auto", "alias", "copy"] = "auto"
+    """alias: the engine computes with the trainer's weights where they lie, so nothing moves and they exist once. copy:
+    through a bucket. auto: alias where ZeRO stage, adapters and architecture allow it, else copy, and says why."""
     bucket_bytes: int = 1 << 30
     """Size of the shared staging buffer; at least the largest tensor, at most the model."""
     num_verified: int = 8

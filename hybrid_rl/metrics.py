@@ -82,6 +82,27 @@ class Timeline:
         _write_atomically(path, json.dumps(trace, allow_nan=False))
 
 
+class CudaProfiler:
+    """Tells a profiler that waits for it, such as Nsight Systems, between which steps to record."""
+
+    def __init__(self, steps: tuple[int, int] | None) -> None:
+        """Take first and last step, both recorded; None is none."""
+        self._steps = steps
+        self._is_on = False
+
+    def before(self, step: int) -> None:
+        """Start recording if this is the first step to record; to be called as often as one likes."""
+        if self._steps and not self._is_on and step == self._steps[0]:
+            torch.cuda.profiler.start()
+            self._is_on = True
+
+    def after(self, step: int) -> None:
+        """Stop after the last one."""
+        if self._steps and self._is_on and step == self._steps[1]:
+            torch.cuda.profiler.stop()
+            self._is_on = False
+
+
 class MetricsWriter:
     """Appends one row per step to metrics.jsonl and mirrors it into TensorBoard."""
 

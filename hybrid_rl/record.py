@@ -14,9 +14,9 @@ import yaml
 from rich.console import Console
 
 from hybrid_rl.batch import Rollout, TrainBatch
-from hybrid_rl.config import Config, as_dict
+from hybrid_rl.config import Config, as_dict, check
 from hybrid_rl.distributed import World
-from hybrid_rl.metrics import MetricsWriter, Timeline, write_rollouts
+from hybrid_rl.metrics import CudaProfiler, MetricsWriter, Timeline, write_rollouts
 from hybrid_rl.progress import Progress
 
 PER_TOKEN = ("kl", "correction/weight", "correction/out")
@@ -28,9 +28,16 @@ class Recorder:
     """Writes everything under the run's folder; rank 0 writes the files that exist once."""
 
     def __init__(self, config: Config, world: World) -> None:
+        """Write nothing yet. ConfigError if steps are to be profiled where there is no GPU."""
+        profiled = config.run.profile_steps
+        check(
+            profiled is None or world.device.type == "cuda",
+            f"run.profile_steps = {list(profiled or [])}: there is no GPU to profile",
+        )
         self.timeline = Timeline(world.rank)
         self._config = config
         self._world = world
+        self._profiler = CudaProfiler(config.run.profile_steps)
         self._writer: MetricsWriter | None = None
         self._progress: Progress | None = None
         self._started = time.monotonic()
@@ -52,8 +59,9 @@ class Recorder:
         self._progress.__enter__()
         self._started = time.monotonic()
 
-    def show_phase(self, phase: str) -> None:
-        """Show what runs now."""
+    def show_phase(self, phase: str, step: int) -> None:
+        """Show what runs now, and start the profiler with the first phase of its first step."""
+        self._profiler.before(step)
         if self._progress:
             self._progress.show_phase(phase)
 
@@ -75,6 +83,7 @@ class Recorder:
         sums = dict(sums) | _rollout_sums(batch)
         counts = {name: num_tokens if name in PER_TOKEN else len(batch) for name in sums}
         row = self._world.means(sums, counts) | dict(metrics)
+        self._profiler.after(step)
         seconds = time.monotonic() - self._started
         total = sum(self._world.gather(num_tokens))
         row |= {"tokens_per_s": total / seconds, "time/step": seconds}

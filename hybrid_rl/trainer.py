@@ -88,7 +88,7 @@ def loop(run: Run) -> Metrics:
 @contextmanager
 def phase(run: Run, which: Phase, step: int) -> Iterator[None]:
     """Open a phase and show it."""
-    run.recorder.show_phase(which.value)
+    run.recorder.show_phase(which.value, step)
     with run.memory.phase(which, step):
         yield
 

@@ -53,7 +53,11 @@ GROUP_ESTIMATORS = ("grpo", "rloo", "dr_grpo", "opo", "reinforce_pp_baseline")
 
 def _check_sources(config: Config) -> None:
     """Something must be trained and something must judge it."""
-    reward = config.reward
+    reward, profiled = config.reward, config.run.profile_steps
+    check(
+        profiled is None or 1 <= profiled[0] <= profiled[1],
+        f"run.profile_steps = {list(profiled or [])}: must be a first and a last step, from 1 on",
+    )
     check(bool(config.models.actor), "models.actor is empty: give a Hugging Face folder")
     check(bool(config.prompts.path), "prompts.path is empty: give a file, a dataset folder or reasoning_gym:<task>")
     check(

@@ -2,9 +2,10 @@ import json
 import time
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hybrid_rl.metrics import MetricsWriter, Timeline, write_rollouts
+from hybrid_rl.metrics import CudaProfiler, MetricsWriter, Timeline, write_rollouts
 
 
 def trace_events(timeline, path, kind):
@@ -164,3 +165,16 @@ def test_rollouts_of_a_repeated_step_are_replaced(tmp_path):
     write_rollouts(tmp_path, 1, [{"reward": 0.0}, {"reward": 1.0}])
     path = write_rollouts(tmp_path, 1, [{"reward": 2.0}])
     assert path.read_text() == '{"reward": 2.0}\n'
+
+
+def test_profiler_records_between_two_steps(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: calls.append(("start", step)))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: calls.append(("stop", step)))
+    for steps in ((3, 4), None):
+        profiler = CudaProfiler(steps)
+        for step in range(1, 7):
+            profiler.before(step)
+            profiler.before(step)
+            profiler.after(step)
+    assert calls == [("start", 3), ("stop", 4)]

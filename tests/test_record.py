@@ -1,13 +1,14 @@
 """What a step leaves behind."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 import yaml
 
 from hybrid_rl.batch import Prompt, Rollout, make_train_batch
-from hybrid_rl.config import Config, ModelsConfig, RunConfig, as_dict
+from hybrid_rl.config import Config, ConfigError, ModelsConfig, RunConfig, as_dict
 from hybrid_rl.distributed import World
 from hybrid_rl.record import Recorder
 
@@ -87,3 +88,8 @@ def test_a_resumed_run_writes_its_steps_once(config: Config) -> None:
         2,
         3,
     ]
+
+
+def test_profiling_without_a_gpu_is_refused(config: Config) -> None:
+    with pytest.raises(ConfigError, match=r"run.profile_steps = \[3, 4\]: there is no GPU"):
+        Recorder(replace(config, run=replace(config.run, profile_steps=(3, 4))), ALONE)

@@ -54,16 +54,16 @@ def test_the_sweep_names_every_constant():
         assert constant in printed
 
 
-@pytest.mark.parametrize("has_ncu", [False, True])
-def test_ncu_says_what_is_missing_in_one_line(has_ncu, tmp_path):
-    for tool in ("bash", "sed", "grep", "dirname"):
-        (tmp_path / tool).symlink_to(subprocess.check_output(["which", tool], text=True).strip())
-    if has_ncu:
-        (tmp_path / "ncu").write_text("")
-        (tmp_path / "ncu").chmod(0o755)
-    done = subprocess.run(
-        ["bash", str(ROOT / "profiling/ncu.sh")], env={"PATH": str(tmp_path)}, capture_output=True, text=True
-    )
+@pytest.mark.parametrize("has_tool", [False, True])
+@pytest.mark.parametrize("tool, product", [("ncu", "Nsight Compute"), ("nsys", "Nsight Systems")])
+def test_nsight_scripts_say_what_is_missing_in_one_line(tool, product, has_tool, tmp_path):
+    for name in ("bash", "sed", "grep", "dirname"):
+        (tmp_path / name).symlink_to(subprocess.check_output(["which", name], text=True).strip())
+    if has_tool:
+        (tmp_path / tool).write_text("")
+        (tmp_path / tool).chmod(0o755)
+    script = ROOT / "profiling" / f"{tool}.sh"
+    done = subprocess.run(["bash", str(script)], env={"PATH": str(tmp_path)}, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == ""
-    needs = "an NVIDIA GPU" if has_ncu else "Nsight Compute (ncu) on the PATH and an NVIDIA GPU"
-    assert done.stderr == f"ncu.sh needs {needs}\n"
+    needs = "an NVIDIA GPU" if has_tool else f"{product} ({tool}) on the PATH and an NVIDIA GPU"
+    assert done.stderr == f"{tool}.sh needs {needs}\n"
