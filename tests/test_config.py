@@ -68,8 +68,8 @@ NOT_NEGATIVE = [
 RULES: list[tuple[dict[str, Any], str]] = [
     *[({name: value}, f"{name} = {value}: must be greater than 0") for name in POSITIVE for value in (0, -3)],
     ({"rollout.temperature": float("nan")}, "rollout.temperature = nan: must be greater than 0"),
-    ({"run.profile_steps": (4, 3)}, "run.profile_steps = [4, 3]: must be a first and a last step"),
-    ({"run.profile_steps": (0, 3)}, "run.profile_steps = [0, 3]: must be a first and a last step"),
+    ({"run.profile_steps": (4, 3)}, "run.profile_steps = [4, 3]: must be a first and a last step, from 1 on"),
+    ({"run.profile_steps": (0, 3)}, "run.profile_steps = [0, 3]: must be a first and a last step, from 1 on"),
     *[({name: -1}, f"{name} = -1: must not be negative") for name in NOT_NEGATIVE],
     (
         {"checkpoint.phase_log": True, "checkpoint.every_steps": 0},
