@@ -4,6 +4,7 @@ python launch/colocated.py                                    the embedded demo
 python launch/colocated.py --config my.yaml                   your run
 python launch/colocated.py --config my.yaml --update.actor.lr 1e-6
 python launch/colocated.py --help                             every setting
+python launch/colocated.py plan --config my.yaml --gpus 8     what will be on each GPU, and whether it fits
 python launch/colocated.py --from-openrlhf "$(cat train.sh)" > my.yaml
 """
 
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]  # so that a checkout runs without being installed
 
 from jsonargparse import ArgumentParser, set_parsing_settings  # noqa: E402
+from jsonargparse.typing import PositiveInt  # noqa: E402
 
 from hybrid_rl.config import Config, ConfigError, check  # noqa: E402
 from hybrid_rl.validate import validate  # noqa: E402
@@ -55,26 +57,57 @@ class Translate(Action):
         sys.exit(0)
 
 
-def parse(arguments: list[str] | None = None) -> tuple[Config, int | None]:
-    """Return the settings and the number of processes asked for; without --config, the demo's settings are the base.
-
-    Raises:
-        SystemExit: with code 2 and one sentence, for anything that cannot be read.
-    """
+def make_parser() -> SettingsParser:
+    """Return a parser of everything a run can be told, to which a command adds its own options."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = SettingsParser(prog="colocated.py", description=__doc__)
     parser.add_argument("--config", action="config", help="YAML file with any of the settings below.")
-    parser.add_argument("--num_processes", type=int | None, default=None, help="Ranks; null takes one per visible GPU.")
     for option, program in {"openrlhf": "OpenRLHF's train_ppo_ray", "coati": "ColossalChat's train_ppo.py"}.items():
         says = f"Print the settings that a command line of {program} means, with all that differs, and end."
         parser.add_argument(f"--from-{option}", action=Translate, nargs=REMAINDER, default=SUPPRESS, help=says)
     parser.add_class_arguments(Config)
-    arguments = sys.argv[1:] if arguments is None else arguments
+    return parser
+
+
+def read_settings(parser: SettingsParser, arguments: list[str]) -> tuple[Config, Any]:
+    """Return the settings, and all that the parser read; without --config, the demo's settings are the base.
+
+    Raises:
+        SystemExit: with code 2 and one sentence, for anything that cannot be read.
+    """
     if not any(a == "--config" or a.startswith("--config=") for a in arguments):
         arguments = ["--config", str(DEMO), *arguments]
     settings = parser.instantiate(parser.parse_args(arguments))
-    fields = {name: settings[name] for name in Config.__dataclass_fields__}
-    return Config(**fields), settings.num_processes
+    return Config(**{name: settings[name] for name in Config.__dataclass_fields__}), settings
+
+
+def parse(arguments: list[str] | None = None) -> tuple[Config, int | None]:
+    """Return the settings and the number of processes asked for; see read_settings."""
+    parser = make_parser()
+    parser.add_argument("--num_processes", type=int | None, default=None, help="Ranks; null takes one per visible GPU.")
+    config, settings = read_settings(parser, sys.argv[1:] if arguments is None else arguments)
+    return config, settings.num_processes
+
+
+def plan(arguments: list[str]) -> bool:
+    """Print what a run would put on each GPU, and return whether it fits; loads nothing and needs no GPU.
+
+    Raises:
+        SystemExit: with code 2 and one sentence, for anything that cannot be read.
+        ConfigError: a setting or a model's folder cannot work.
+    """
+    parser = make_parser()
+    parser.add_argument("--gpu-memory", default="80GiB", help="Size of a card, such as 80GiB or 40GB.")
+    parser.add_argument("--gpus", type=PositiveInt, default=1, help="GPUs of a node.")
+    parser.add_argument("--nodes", type=PositiveInt, default=1, help="Nodes.")
+    config, settings = read_settings(parser, arguments)
+    from hybrid_rl.demo import resolve_demo
+    from hybrid_rl.planner import Machine
+    from launch.plan import parse_bytes, show_plan
+
+    memory = parse_bytes(settings.gpu_memory, field="--gpu-memory")
+    machine = Machine(gpu_memory_bytes=memory, num_gpus=settings.gpus, num_nodes=settings.nodes)
+    return show_plan(resolve_demo(validate(config)), machine)
 
 
 def run_rank(config: Config) -> None:
@@ -145,11 +178,13 @@ def end_cleanly(signal_number: int, _: FrameType | None) -> NoReturn:
 
 
 def main() -> None:
-    """Read the settings, check them, train."""
+    """Read the settings, check them, train or plan; a plan that does not fit ends with code 1."""
     for request in (signal.SIGTERM, signal.SIGINT):
         signal.signal(request, end_cleanly)
-    config, num_processes = parse()
     try:
+        if sys.argv[1:2] == ["plan"]:
+            sys.exit(0 if plan(sys.argv[2:]) else 1)
+        config, num_processes = parse()
         from hybrid_rl.demo import resolve_demo
 
         config = resolve_demo(validate(config))

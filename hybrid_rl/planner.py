@@ -1,0 +1,376 @@
+"""Who will be on a GPU in which phase, in bytes, before anything loads; whether it fits, and what would make it fit.
+
+The same plan sizes the run: KV cache, tenants that stay because there is room, and the error that refuses to start.
+Numbers without a formula are measurements and name their place; estimates say so.
+"""
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from hybrid_rl.bucket import bucket_bytes, plan_buckets
+from hybrid_rl.config import Config, ModelsConfig, OptimizerConfig
+from hybrid_rl.footprint import Footprint, Sharding, footprint, head_bytes
+from hybrid_rl.layout import why_copy
+from hybrid_rl.memory import Phase
+from hybrid_rl.shapes import ModelShape, read_shape
+from hybrid_rl_kernels import dispatch
+
+GIB = 1 << 30
+MARGIN = 0.05
+"""Share of the card that a plan leaves free: the error that issue 4 aims at, and the allocator's rounding."""
+TRAINER_CONTEXT_BYTES = int(1.4 * GIB)
+"""DESIGN section 8: 12.9 GiB in use while PyTorch had reserved 11.5, so CUDA context and libraries took the rest."""
+ENGINE_CONTEXT_BYTES = int(2.2 * GIB)
+"""DESIGN section 8: what a vLLM process keeps asleep, its CUDA graphs included."""
+ENGINE_BATCH_TOKENS = 8192
+"""vLLM's max_num_batched_tokens for an LLM on an 80 GB card; its prefill computes so many at once."""
+KV_BLOCK_TOKENS = 16
+"""vLLM's default block size on a GPU."""
+CHECKSUM_BYTES = 5 * (128 << 20)
+"""bucket.checksum: five int64 temporaries of 2^24 elements, counted in its source."""
+DEEPSPEED_LEFTOVER = 0.54
+"""DESIGN section 8: of 20.1 GiB that DeepSpeed's ZeRO-2 offload gave up, 10.8 stayed cached as fragments."""
+
+SYNC, ROLLOUT, SCORE, UPDATE_CRITIC, UPDATE_ACTOR = Phase
+ALWAYS = frozenset(Phase)
+ENGINE_ROWS = frozenset({"engine_weights", "engine_kv_cache"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a run gets."""
+
+    gpu_memory_bytes: int
+    num_gpus: int = 1
+    """Of a node."""
+    num_nodes: int = 1
+    backend: Literal["reference", "triton"] = dispatch._SETTING  # type: ignore[assignment]
+    """Which log-prob kernels compute."""
+    engines_per_gpu: int = 1
+    """Engine processes that share the sequences of a GPU."""
+
+    @property
+    def num_ranks(self) -> int:
+        """GPUs of all nodes."""
+        return self.num_gpus * self.num_nodes
+
+    @property
+    def budget_bytes(self) -> int:
+        """What a plan may use of a GPU."""
+        return int(self.gpu_memory_bytes * (1 - MARGIN))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """Sizes of the models of a run; None where it has none."""
+
+    actor: ModelShape
+    critic: ModelShape | None
+    reference: ModelShape | None
+    reward: ModelShape | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Something that takes memory of every GPU in some phases."""
+
+    name: str
+    num_bytes: int
+    phases: frozenset[Phase] = ALWAYS
+    host_bytes: int = 0
+    """Pinned memory of its copy on the host."""
+    out_bytes: int = 0
+    """Copied to the host in a step."""
+    in_bytes: int = 0
+    """Copied back in a step."""
+
+    def kept(self) -> "Row":
+        """Return the row of the same tenant when it stays in every phase."""
+        return Row(name=self.name, num_bytes=self.num_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What will be where."""
+
+    rows: tuple[Row, ...]
+    machine: Machine
+    stays: frozenset[str]
+    """Rows of the residency table that never move."""
+    kv_bytes: int
+    """KV cache of all engines of a GPU."""
+    kv_tokens: int
+    """Tokens that fit in it."""
+    max_sequences: int
+    """Sequences of full length that fit in it."""
+    wave: int
+    """Sequences that would be decoded at once if the KV cache had room."""
+
+    def peak(self, phase: Phase) -> int:
+        """Return the bytes of a GPU in use at the worst moment of a phase."""
+        return sum(row.num_bytes for row in self.rows if phase in row.phases)
+
+    @property
+    def worst(self) -> Phase:
+        """The phase with the highest peak."""
+        return max(Phase, key=self.peak)
+
+    @property
+    def missing_bytes(self) -> int:
+        """What the worst phase needs beyond the budget; 0 when all fits and one sequence has a KV cache."""
+        return max(0, self.peak(self.worst) - self.machine.budget_bytes)
+
+    @property
+    def host_bytes(self) -> int:
+        """Pinned memory of a node, all its GPUs together."""
+        return self.machine.num_gpus * sum(row.host_bytes for row in self.rows)
+
+    @property
+    def bus_bytes(self) -> tuple[int, int]:
+        """Bytes copied out to the host and back in a step, per GPU."""
+        return sum(row.out_bytes for row in self.rows), sum(row.in_bytes for row in self.rows)
+
+    def refusal(self) -> str:
+        """Return what is missing, where, in words."""
+        phase, machine = self.worst, self.machine
+        return (
+            f"phase {phase.value} needs {self.peak(phase):,} bytes ({self.peak(phase) / GIB:.1f} GiB) of each GPU, but "
+            f"{machine.budget_bytes:,} ({machine.budget_bytes / GIB:.1f} GiB) are available, {MARGIN:.0%} of the card "
+            "left free"
+        )
+
+
+def read_shapes(config: Config) -> Shapes:
+    """Read the sizes of all models of a run from their folders.
+
+    Raises:
+        ConfigError: a folder holds no model.
+    """
+    paths = config.models
+    critic, reference = paths.critic or paths.reward or paths.actor, paths.reference or paths.actor
+    needs_reference = config.has_reference and not config.shares_reference
+    return Shapes(
+        actor=read_shape(paths.actor, field="models.actor", is_policy=True),
+        critic=read_shape(critic, field="models.critic", is_policy=False) if config.has_critic else None,
+        reference=read_shape(reference, field="models.reference", is_policy=True) if needs_reference else None,
+        reward=read_shape(paths.reward, field="models.reward", is_policy=False) if paths.reward else None,
+    )
+
+
+def make_plan(config: Config, machine: Machine, shapes: Shapes, residency: Mapping[str, frozenset[Phase]]) -> Plan:
+    """Return the plan of a run.
+
+    memory.swap says what moves: off nothing, deepspeed and vmm all that the residency table sends away, auto only what
+    would not fit. What costs most time on the bus stays first, and the engine's two rows stay or go together.
+    """
+    planner = _Planner(config, machine, shapes, residency)
+    tenants = planner.tenants()
+    others = [*planner.contexts(), *planner.score(), *planner.update("actor"), *planner.update("critic")]
+    stays = frozenset[str]()
+    kv = planner.kv_row([*planner.settle(tenants, stays), *others])
+    tenants["engine_kv_cache"] = kv
+    if config.memory.swap == "auto":
+        for group in planner.by_cost(tenants):
+            more = stays | group
+            if _fits([*planner.settle(tenants, more), *others], machine):
+                stays = more
+    rows = planner.settle(tenants, stays)
+    tokens = kv.num_bytes // planner.kv_token_bytes
+    return Plan(
+        rows=tuple(row for row in [*rows, *others] if row.num_bytes or row.host_bytes),
+        machine=machine,
+        stays=frozenset(row.name for row in rows if row.phases == ALWAYS and row.name in residency),
+        kv_bytes=kv.num_bytes,
+        kv_tokens=tokens,
+        max_sequences=tokens // planner.full_length,
+        wave=planner.wave,
+    )
+
+
+def _fits(rows: list[Row], machine: Machine) -> bool:
+    return all(sum(row.num_bytes for row in rows if p in row.phases) <= machine.budget_bytes for p in Phase)
+
+
+def num_entries(phases: frozenset[Phase]) -> int:
+    """Return how often a step enters a set of phases from outside, in the order of the loop."""
+    order = list(Phase)
+    return sum(phase in phases and order[place - 1] not in phases for place, phase in enumerate(order))
+
+
+class _Planner:
+    """The rows of a plan, one method for each kind."""
+
+    def __init__(
+        self, config: Config, machine: Machine, shapes: Shapes, residency: Mapping[str, frozenset[Phase]]
+    ) -> None:
+        self._config = config
+        self._machine = machine
+        self._shapes = shapes
+        self._residency = residency
+        self._dtype_bytes = 4 if config.models.dtype == "float32" else 2
+        length = config.prompts.max_prompt_tokens + config.rollout.max_response_tokens
+        self.full_length = -(-length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
+        sequences = -(-config.responses_per_step // machine.num_ranks)
+        self.wave = min(sequences, config.rollout.max_num_seqs * machine.engines_per_gpu)
+        self._tokens = min(config.update.micro_batch_tokens, sequences * length)
+        self._response_tokens = self._tokens * config.rollout.max_response_tokens // length
+        dtype = torch.float32 if self._dtype_bytes == 4 else torch.bfloat16
+        self._actor_tensors = [(name, shape, dtype) for name, shape in shapes.actor.tensors]
+        self._shares_weights = (
+            config.sync.mode != "copy"
+            and config.rollout.engine == "vllm"
+            and why_copy(config, architecture=shapes.actor.architecture, tensors=self._actor_tensors) is None
+        )
+        """Whether the engine computes with the trainer's weights where they lie, so that they exist once."""
+        self.kv_token_bytes = shapes.actor.kv_bytes_per_token(self._dtype_bytes)
+
+    def tenants(self) -> dict[str, Row]:
+        """Return the rows that the residency table may move, and the parameters, as if all of them did."""
+        b, shapes = self._dtype_bytes, self._shapes
+        rows: dict[str, Row] = {}
+        engine_weights = 0 if self._shares_weights else b * shapes.actor.num_params
+        rows["engine_weights"] = self._tenant("engine_weights", engine_weights)
+        for name, shape in {"reference": shapes.reference, "reward_model": shapes.reward}.items():
+            if shape:
+                rows[name] = self._tenant(name, b * shape.num_params, back=b * shape.num_params)
+        for name in ("actor", "critic"):
+            part = self.engine(name)
+            if part:
+                states = self._tenant(f"{name}_states", part.states, out=part.moved, back=part.moved)
+                rows[f"{name}_states"] = replace(states, host_bytes=states.host_bytes + part.host)
+                rows[f"{name} buckets"] = Row(name=f"{name} buckets", num_bytes=part.kept)
+                parameters = f"{name}_parameters"
+                rows[parameters] = self._tenant(parameters, part.weights, out=part.weights, back=part.weights)
+        return rows
+
+    def _tenant(self, name: str, num_bytes: int, *, out: int = 0, back: int = 0) -> Row:
+        phases = self._residency.get(name, ALWAYS)
+        if self._config.memory.swap == "off" or (self._config.rollout.engine == "hf" and name in ENGINE_ROWS):
+            phases = ALWAYS  # the hf engine has no sleep
+        trips = num_entries(phases)
+        return Row(
+            name=name,
+            num_bytes=num_bytes,
+            phases=phases,
+            host_bytes=max(out, back) if trips else 0,
+            out_bytes=trips * out,
+            in_bytes=trips * back,
+        )
+
+    def engine(self, name: str) -> Footprint | None:
+        """Return the footprint of `actor` or `critic`; None without a critic."""
+        shape: ModelShape | None = getattr(self._shapes, name)
+        if shape is None:
+            return None
+        config, lora = self._config, self._config.models.lora
+        optimizer: OptimizerConfig = getattr(config.update, name)
+        sharding = Sharding(
+            zero_stage=config.update.zero_stage,
+            num_ranks=self._machine.num_ranks,
+            dtype_bytes=self._dtype_bytes,
+            optimizer=optimizer,
+        )
+        num_trained = shape.num_adapted(lora) if lora.rank else shape.num_params
+        return footprint(shape, sharding, num_trained=num_trained)
+
+    def settle(self, tenants: Mapping[str, Row], stays: frozenset[str]) -> list[Row]:
+        """Return the rows when some of them stay; DeepSpeed's offload leaves a part of the states behind."""
+        rows = [row.kept() if name in stays else row for name, row in tenants.items()]
+        for name, row in tenants.items():
+            if self._config.memory.swap == "deepspeed" and name.endswith("_states") and name not in stays:
+                away = frozenset({SYNC, ROLLOUT})
+                rows.append(
+                    Row(name=f"{name} fragments", num_bytes=int(DEEPSPEED_LEFTOVER * row.out_bytes), phases=away)
+                )
+        return rows
+
+    def by_cost(self, tenants: Mapping[str, Row]) -> list[frozenset[str]]:
+        """Return the rows that move, those that copy most first and the engine, which copies nothing, last."""
+        moving = [n for n, row in tenants.items() if row.phases != ALWAYS and n not in ENGINE_ROWS]
+        moving.sort(key=lambda n: -(tenants[n].out_bytes + tenants[n].in_bytes))
+        return [*(frozenset({name}) for name in moving), ENGINE_ROWS]
+
+    def kv_row(self, rows: list[Row]) -> Row:
+        """Return the KV cache: as set, else what one wave needs, at most what the ROLLOUT phase leaves."""
+        row = self._tenant("engine_kv_cache", 0)
+        wanted = self._config.rollout.kv_cache_memory_bytes
+        if wanted is not None:
+            return replace(row, num_bytes=wanted * self._machine.engines_per_gpu)
+        tokens = self.wave * self.full_length + KV_BLOCK_TOKENS * self._machine.engines_per_gpu  # vLLM's null block
+        phases = [p for p in Phase if p in row.phases]
+        used = max(sum(r.num_bytes for r in rows if p in r.phases) for p in phases)
+        free = (self._machine.budget_bytes - used) // self.kv_token_bytes
+        least = (self.full_length + KV_BLOCK_TOKENS) * self._machine.engines_per_gpu
+        tokens = max(least, min(tokens, free)) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
+        return replace(row, num_bytes=tokens * self.kv_token_bytes)
+
+    def contexts(self) -> list[Row]:
+        """Return what is there in every phase, and what the engine computes with."""
+        config = self._config
+        staging = bucket_bytes(plan_buckets(self._actor_tensors, config.sync.bucket_bytes))
+        rows = [
+            Row(name="trainer context", num_bytes=TRAINER_CONTEXT_BYTES),
+            Row(name="staging bucket", num_bytes=0 if self._shares_weights else staging),
+            Row(name="checksums", num_bytes=2 * CHECKSUM_BYTES, phases=frozenset({SYNC})),
+        ]
+        if config.update.zero_stage == 3 and self._machine.num_ranks > 1:
+            rows.append(Row(name="gathered weights", num_bytes=staging, phases=frozenset({SYNC})))
+        if config.rollout.engine == "vllm":
+            computing = self._engine_activations() * self._machine.engines_per_gpu
+            context = ENGINE_CONTEXT_BYTES * self._machine.engines_per_gpu
+            rows.append(Row(name="engine context", num_bytes=context))
+            rows.append(Row(name="engine activations", num_bytes=computing, phases=frozenset({ROLLOUT})))
+        return rows
+
+    def _engine_activations(self) -> int:
+        """Return an estimate: the widest point of a layer over a prefill batch, and three float32 logits of a batch."""
+        shape, rollout = self._shapes.actor, self._config.rollout
+        layer = shape.transient_bytes(ENGINE_BATCH_TOKENS, self._dtype_bytes)
+        return layer + 3 * 4 * min(self.wave, rollout.max_num_seqs) * shape.vocab_size
+
+    def score(self) -> list[Row]:
+        """Return what the forwards of SCORE hold at most."""
+        shapes, tokens, b = self._shapes, self._tokens, self._dtype_bytes
+        models = [s for s in (shapes.actor, shapes.critic, shapes.reference, shapes.reward) if s]
+        head = head_bytes(shapes.actor, self._response_tokens, backend=self._machine.backend, backward=False)
+        gathered = max(part.gathered for part in map(self.engine, ("actor", "critic")) if part)
+        here = frozenset({SCORE})
+        return [
+            Row(name="activations", num_bytes=max(s.transient_bytes(tokens, b) for s in models), phases=here),
+            Row(name="log-prob head", num_bytes=head, phases=here),
+            Row(name="gathered weights", num_bytes=gathered, phases=here),
+        ]
+
+    def update(self, name: str) -> list[Row]:
+        """Return what the update of `actor` or `critic` adds to its parameters and states."""
+        part, shape = self.engine(name), getattr(self._shapes, name)
+        if part is None:
+            return []
+        here = frozenset({UPDATE_ACTOR if name == "actor" else UPDATE_CRITIC})
+        models, tokens = self._config.models, self._tokens
+        activations = shape.activation_bytes(
+            tokens, self._dtype_bytes, checkpointing=models.gradient_checkpointing, repeats_keys=_repeats_keys(models)
+        )
+        has_entropy, backend = self._config.update.entropy_coef != 0, self._machine.backend
+        head = head_bytes(shape, self._response_tokens, backend=backend, backward=True, has_entropy=has_entropy)
+        backward = max(head, shape.transient_bytes(tokens, self._dtype_bytes))
+        step = max(0, part.step - activations - backward - part.reduction)
+        sizes = {
+            "gradients": part.gradients,
+            "activations": activations,
+            "backward of head or layer": backward,
+            "reduction": part.reduction,
+            "gathered weights": part.gathered,
+            "optimizer step": step,
+        }
+        return [Row(name=f"{name} {what}", num_bytes=size, phases=here) for what, size in sizes.items()]
+
+
+def _repeats_keys(models: ModelsConfig) -> bool:
+    """Return whether attention gets keys repeated for every head; flash-attn, set or found here, does not."""
+    has_flash = importlib.util.find_spec("flash_attn") is not None
+    return models.attention != "flash_attention_2" and not (models.attention == "auto" and has_flash)

@@ -1,0 +1,209 @@
+"""Predicts how long the phases of a step take, from a handful of rates: a prediction, to be held against measurements.
+
+Work is counted (tokens, operations, bytes) with every response at full length; all that is uncertain is in `Rates`.
+"""
+
+from dataclasses import dataclass
+
+from hybrid_rl.config import Config
+from hybrid_rl.planner import Machine, Plan, Shapes
+
+GB = 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What one H100 SXM and its links do; the place that is named is where a number was measured or published."""
+
+    matmul_flops: float = 790e12
+    """Dense bf16, per second; the floor of research/performance.md (cuBLAS did 683e12 in DESIGN section 8)."""
+    forward_share: float = 0.5
+    """Of that rate in a forward: an assumption of performance.md section 6, 'train/fwd at 50 % of 790'."""
+    update_share: float = 0.5
+    """The same in forward and backward; verl publishes 0.31 to 0.40 of 989 (performance.md section 1.1)."""
+    memory_bytes_per_s: float = 3.01e12
+    """Device memory, DESIGN section 8."""
+    decode_share: float = 0.4
+    """Of that in a decode step: an assumption of performance.md section 6, 'decode at 40 % of bound'."""
+    host_s_per_sequence: float = 45e-6
+    """A sequence's share of a decode step on the engine's core, DESIGN section 8 (vLLM 0.26)."""
+    bus_out_bytes_per_s: float = 55.1 * GB
+    """Pinned, to the host, DESIGN section 8."""
+    bus_in_bytes_per_s: float = 55.1 * GB
+    """Pinned, to the device, DESIGN section 8."""
+    deepspeed_out_bytes_per_s: float = 13 * GB
+    """DeepSpeed's offload_states, ZeRO-2, steady, DESIGN section 8."""
+    deepspeed_in_bytes_per_s: float = 43 * GB
+    """Its reload_states, DESIGN section 8."""
+    node_bytes_per_s: float = 360 * GB
+    """Per GPU and direction within a node: 80 % of NVLink's 450 GB/s by its data sheet; not measured here."""
+    network_bytes_per_s: float = 40 * GB
+    """Per GPU between nodes: 80 % of one 400 Gbit/s port per GPU; not measured here."""
+    sync_s: float = 0.037
+    """Host time of a hand-over through one buffer, 1.5B, DESIGN section 8."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one step, and what came of them."""
+
+    phases: dict[str, float]
+    """Seconds by what is done."""
+    num_tokens: int
+    """Prompt and response tokens of the step, all ranks."""
+    num_ranks: int
+    decode_bound: str
+    """What limits a decode step: host or bandwidth."""
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the step; nothing overlaps."""
+        return sum(self.phases.values())
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Tokens of the step, per second and GPU."""
+        return self.num_tokens / self.total_s / self.num_ranks
+
+
+def bus_seconds(plan: Plan, swap: str, rates: Rates) -> float:
+    """Return the seconds that a GPU's link to the host is busy in a step, one direction after the other.
+
+    Frozen models come back at the bus's speed in every mode; DeepSpeed moves the states of those that learn.
+    """
+    if swap == "off":
+        return 0.0
+    seconds = 0.0
+    for row in plan.rows:
+        by_deepspeed = swap == "deepspeed" and row.name.endswith("_states")
+        out = rates.deepspeed_out_bytes_per_s if by_deepspeed else rates.bus_out_bytes_per_s
+        back = rates.deepspeed_in_bytes_per_s if by_deepspeed else rates.bus_in_bytes_per_s
+        seconds += row.out_bytes / out + row.in_bytes / back
+    return seconds
+
+
+def simulate(config: Config, machine: Machine, shapes: Shapes, plan: Plan, rates: Rates) -> StepTime:
+    """Return the predicted time of a step of the loop, its batch spread evenly over all ranks."""
+    work = _Work(config, machine, shapes, rates)
+    decode, bound = work.decode(plan)
+    phases = {
+        "rollout: prefill": work.prefill(),
+        "rollout: decode": decode,
+        "score": work.score(),
+        "update critic": work.update("critic"),
+        "update actor": work.update("actor"),
+        "sync": rates.sync_s + work.gathering(1, "actor"),
+        "collectives": work.collectives(),
+        "bus": bus_seconds(plan, config.memory.swap, rates),
+    }
+    length = config.prompts.max_prompt_tokens + config.rollout.max_response_tokens
+    return StepTime(
+        phases=phases,
+        num_tokens=config.responses_per_step * length,
+        num_ranks=machine.num_ranks,
+        decode_bound=bound,
+    )
+
+
+class _Work:
+    """What one rank does in a step, in seconds."""
+
+    def __init__(self, config: Config, machine: Machine, shapes: Shapes, rates: Rates) -> None:
+        self._config = config
+        self._machine = machine
+        self._shapes = shapes
+        self._rates = rates
+        self._prompt, self._response = config.prompts.max_prompt_tokens, config.rollout.max_response_tokens
+        self._sequences = -(-config.responses_per_step // machine.num_ranks)  # a rank with one more holds up the others
+        self._tokens = self._sequences * (self._prompt + self._response)
+        self._dtype_bytes = 4 if config.models.dtype == "float32" else 2
+
+    def _forward(self, tokens: int, length: int, *, head_tokens: int, name: str = "actor") -> float:
+        """Return the operations of a forward of one of the models."""
+        shape = getattr(self._shapes, name)
+        return shape.forward_flops(tokens, length) + shape.head_flops(head_tokens)
+
+    def prefill(self) -> float:
+        """Return the seconds in which the prompts are read, shared ones once."""
+        shares = self._config.rollout.group_size if self._config.rollout.prefix_caching else 1
+        tokens = -(-self._sequences // shares) * self._prompt
+        flops = self._forward(tokens, self._prompt, head_tokens=self._sequences)
+        return flops / (self._rates.matmul_flops * self._rates.forward_share)
+
+    def decode(self, plan: Plan) -> tuple[float, str]:
+        """Return the seconds of all decode steps and what bounds them.
+
+        A step takes the longer of the host's time for its share of the sequences, and of reading every weight once per
+        engine and the keys and values of what each sequence has so far, half its response on average.
+        """
+        rates, engines = self._rates, self._machine.engines_per_gpu
+        at_once = max(engines, min(self._sequences, plan.wave, plan.max_sequences))
+        waves = -(-self._sequences // at_once)
+        shape = self._shapes.actor
+        cache = at_once * (self._prompt + self._response / 2) * shape.kv_bytes_per_token(self._dtype_bytes)
+        read = engines * shape.num_params * self._dtype_bytes + cache
+        by_memory = read / (rates.memory_bytes_per_s * rates.decode_share)
+        by_host = at_once / engines * rates.host_s_per_sequence
+        seconds = waves * self._response * max(by_memory, by_host)
+        return seconds, "host" if by_host > by_memory else "bandwidth"
+
+    def score(self) -> float:
+        """Return the seconds of all forwards without gradient: old and reference log-probs, values, reward model."""
+        config, shapes, flops = self._config, self._shapes, 0.0
+        length, responses = self._prompt + self._response, self._sequences * self._response
+        policies = [config.update.old_logprobs == "trainer", config.has_reference]
+        flops += sum(policies) * self._forward(self._tokens, length, head_tokens=responses)
+        for name in ("critic", "reward"):
+            if getattr(shapes, name):
+                flops += self._forward(self._tokens, length, head_tokens=0, name=name)
+        return flops / (self._rates.matmul_flops * self._rates.forward_share)
+
+    def update(self, name: str) -> float:
+        """Return the seconds of all epochs: 3 forwards' worth of operations, a 4th for what is computed again.
+
+        With adapters the weights have no gradient of their own, which leaves 2; the head's logits are always computed
+        again in its backward.
+        """
+        if getattr(self._shapes, name) is None:
+            return 0.0
+        models, epochs = self._config.models, self._config.update.num_epochs
+        body = self._forward(self._tokens, self._prompt + self._response, head_tokens=0, name=name)
+        head = getattr(self._shapes, name).head_flops(self._sequences * self._response)
+        factor = (2 if models.lora.rank else 3) + models.gradient_checkpointing
+        return epochs * (factor * body + 4 * head) / (self._rates.matmul_flops * self._rates.update_share)
+
+    @property
+    def _link(self) -> float:
+        """Bytes per second and GPU of a ring over all ranks: its slowest link decides."""
+        return self._rates.node_bytes_per_s if self._machine.num_nodes == 1 else self._rates.network_bytes_per_s
+
+    def gathering(self, times: int, name: str) -> float:
+        """Return the seconds to make a ZeRO-3 model whole on every rank; a ring moves (W - 1) / W of it."""
+        ranks, shape = self._machine.num_ranks, getattr(self._shapes, name)
+        if self._config.update.zero_stage < 3 or shape is None:
+            return 0.0
+        return times * self._dtype_bytes * shape.num_params * (ranks - 1) / ranks / self._link
+
+    def collectives(self) -> float:
+        """Return the seconds of the collectives of both updates and of SCORE, none of which overlaps with computing.
+
+        Per micro-batch ZeRO-2 and 3 reduce gradients in float32, ZeRO-3 gathers weights forward and backward; per
+        optimizer step ZeRO-1 and 2 gather weights, ZeRO 0 and 1 reduce gradients, 0 twice as much.
+        """
+        config, update, ranks = self._config, self._config.update, self._machine.num_ranks
+        share = (ranks - 1) / ranks
+        steps = update.num_epochs * (config.responses_per_step // update.mini_batch_size)
+        micros = max(steps, -(-update.num_epochs * self._tokens // update.micro_batch_tokens))
+        reductions = {0: 2 * steps, 1: steps}.get(update.zero_stage, micros)
+        seconds = 0.0
+        for name in ("actor", "critic"):
+            shape = getattr(self._shapes, name)
+            if shape is None:
+                continue
+            lora = config.models.lora
+            trained = shape.num_adapted(lora) if lora.rank else shape.num_params
+            seconds += reductions * 4 * trained * share / self._link
+            if update.zero_stage in (1, 2):
+                seconds += steps * self._dtype_bytes * trained * share / self._link
+            seconds += self.gathering(2 * micros + micros // max(1, update.num_epochs), name)
+        return seconds
