@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +16,22 @@ from hybrid_rl import checkpoint
 from hybrid_rl.advantage import KlController
 from hybrid_rl.average import HostAverage, MovingReference
 from hybrid_rl.batch import Prompt, Rollout, make_train_batch
-from hybrid_rl.config import Config
+from hybrid_rl.bucket import SharedWeights
+from hybrid_rl.config import Config, check
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import EngineTenant, RolloutEngine
 from hybrid_rl.engines.deepspeed import StatesTenant, TrainEngine
+from hybrid_rl.engines.flat import FlatWeights
 from hybrid_rl.engines.start import start_engine
 from hybrid_rl.judge import RewardSources
+from hybrid_rl.layout import why_copy
 from hybrid_rl.memory import FrozenModule, MemoryManager, Phase, Resident
+from hybrid_rl.metrics import Timeline
 from hybrid_rl.models import (
     PackedModel,
     check_models,
     choose_dtype,
+    empty_model,
     eos_token_ids,
     load_actor,
     load_other_tokenizer,
@@ -40,9 +46,11 @@ from hybrid_rl.resume import find_checkpoint, make_saver, open_phase_log
 from hybrid_rl.rewards import RemoteScorer, RunningNormalizer, ScorerPool
 from hybrid_rl.rewards.reencode import reencode
 from hybrid_rl.score import Forward, Packing, sequence_values
-from hybrid_rl.sync import CopySync, WeightSync
+from hybrid_rl.sync import AliasSync, CopySync, WeightSync
 from hybrid_rl.template import load_template
 from hybrid_rl.update import num_optimizer_steps
+
+logger = logging.getLogger(__name__)
 
 
 class Counter(Protocol):
@@ -171,30 +179,74 @@ class Builder:
     """Builds models one after the other and hands each to the memory manager, which sends it off the GPU."""
 
     def __init__(
-        self, config: Config, world: World, data: Data, memory: MemoryManager, resume_from: Path | None
+        self,
+        config: Config,
+        world: World,
+        data: Data,
+        memory: MemoryManager,
+        timeline: Timeline,
+        resume_from: Path | None,
     ) -> None:
         self._config = config
         self._world = world
         self._data = data
         self._memory = memory
+        self._timeline = timeline
         self._resume_from = resume_from
         self._is_swapping = config.memory.swap == "deepspeed" and world.device.type == "cuda"
         self._step_sizes = [
             prompts * config.rollout.group_size for prompts in data.loader.batch_sizes(config.run.num_steps)
         ]
 
-    def engine(self) -> RolloutEngine:
-        """Return the rollout engine, asleep."""
+    def policy(self) -> tuple[RolloutEngine, TrainEngine, WeightSync]:
+        """Return the rollout engine, asleep, the trained actor, and the way of its weights into the engine.
+
+        The engine starts on an empty GPU; only weights that it shares are there before it.
+        """
+        config, paths, world, timeline = self._config, self._config.models, self._world, self._timeline
+        steps = config.update.critic_warmup_steps
+        load = functools.partial(load_actor, paths.actor, paths, world.device, field="models.actor", lora=paths.lora)
+        if self._shares_weights():
+            module = load()
+            flat = FlatWeights(module.model, world)
+            engine = self._engine(flat.share())
+            actor = self.trained("actor", module, skipped_steps=steps, flat=flat)
+            return engine, actor, AliasSync(actor, engine, config.sync, world.device, timeline, flat=flat)
+        engine = self._engine(None)
+        actor = self.trained("actor", load(), skipped_steps=steps)
+        return engine, actor, CopySync(actor, engine, config.sync, world.device, timeline)
+
+    def _shares_weights(self) -> bool:
+        """Return whether the engine shall compute with the trainer's weights where they lie.
+
+        Raises:
+            ConfigError: sync.mode = alias, and a rule forbids it.
+        """
+        config, world = self._config, self._world
+        if config.sync.mode == "copy":
+            return False
+        model, _ = empty_model(config.models.actor, field="models.actor", is_policy=True)
+        dtype = choose_dtype(config.models.dtype, world.device)
+        tensors = [(name, tuple(p.shape), dtype) for name, p in model.named_parameters()]
+        obstacle = why_copy(config, architecture=type(model).__name__, tensors=tensors)
+        check(obstacle is None or config.sync.mode == "auto", f"sync.mode = alias: {obstacle}")
+        if obstacle and world.is_main:
+            logger.warning("the engine gets copies of the trainer's weights: %s", obstacle)
+        return obstacle is None
+
+    def _engine(self, shared: SharedWeights | None) -> RolloutEngine:
         config, world = self._config, self._world
         dtype = choose_dtype(config.models.dtype, world.device)
-        engine = start_engine(config, dtype=dtype, device=world.device, rank=world.rank)
+        engine = start_engine(config, dtype=dtype, device=world.device, rank=world.rank, shared=shared)
         stays = config.memory.swap == "off"
-        weights = Resident() if stays else EngineTenant(engine, "weights", filled_in=Phase.SYNC)
+        weights = Resident() if stays or shared else EngineTenant(engine, "weights", filled_in=Phase.SYNC)
         self._memory.admit("engine_weights", weights)
         self._memory.admit("engine_kv_cache", Resident() if stays else EngineTenant(engine, "kv_cache", filled_in=None))
         return engine
 
-    def trained(self, name: str, module: PackedModel, *, skipped_steps: int = 0) -> TrainEngine:
+    def trained(
+        self, name: str, module: PackedModel, *, skipped_steps: int = 0, flat: FlatWeights | None = None
+    ) -> TrainEngine:
         """Return the training engine of `actor` or `critic`, as the checkpoint left it if there is one."""
         trainer = TrainEngine(
             module,
@@ -202,6 +254,7 @@ class Builder:
             zero_stage=self._config.update.zero_stage,
             total_steps=num_optimizer_steps(self._step_sizes[skipped_steps:], self._config.update),
             world=self._world,
+            flat=flat,
         )
         if self._resume_from:
             trainer.load(self._resume_from / name)
@@ -280,12 +333,10 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
         data.loader.load_state_dict(state["loader"])  # refuses other data, before a model loads
     recorder = Recorder(config, world)
     memory = MemoryManager(residency, world.device, recorder.timeline)
-    builder = Builder(config, world, data, memory, resume_from)
+    builder = Builder(config, world, data, memory, recorder.timeline, resume_from)
     paths, device = config.models, world.device
 
-    engine = builder.engine()
-    actor_module = load_actor(paths.actor, paths, device, field="models.actor", lora=paths.lora)
-    actor = builder.trained("actor", actor_module, skipped_steps=config.update.critic_warmup_steps)
+    engine, actor, sync = builder.policy()
     critic = None
     if config.has_critic:
         path = paths.critic or paths.reward or paths.actor
@@ -310,7 +361,7 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
         kl=KlController(advantage.kl_coef, target=advantage.kl_target, horizon=advantage.kl_horizon),
         average=builder.average(actor),
         ptx=ptx,
-        sync=CopySync(actor, engine, config.sync, device, recorder.timeline),
+        sync=sync,
         saver=make_saver(config, world, [actor, *([critic] if critic else [])]),
         phase_log=open_phase_log(config, world, steps_done),
         steps_done=steps_done,

@@ -91,8 +91,6 @@ def why_copy(config: Config, *, architecture: str, tensors: Sequence[NamedShape]
         return f"models.lora.rank = {config.models.lora.rank}: the engine gets merged weights, which nobody else has"
     if architecture not in KNOWN:
         return f"{architecture} is not one of {', '.join(sorted(KNOWN))}: its layout in the engine is not known"
-    if len({dtype for _, _, dtype in tensors}) > 1:
-        return f"{architecture} has weights of several dtypes"
     odd = [slot for slot in flat_slots(tensors, num_ranks=1) if slot.offset % _VECTOR_BYTES]
     if odd:
         return f"{odd[0].name} would begin at byte {odd[0].offset}, no multiple of {_VECTOR_BYTES}"

@@ -6,10 +6,11 @@ from typing import Protocol
 
 import torch
 
-from hybrid_rl.bucket import SharedBucket, bucket_bytes, checksum, plan_buckets
+from hybrid_rl.bucket import SharedBucket, bucket_bytes, checksums, plan_buckets
 from hybrid_rl.config import SyncConfig
 from hybrid_rl.engines import RolloutEngine
 from hybrid_rl.engines.deepspeed import TrainEngine
+from hybrid_rl.engines.flat import FlatWeights
 from hybrid_rl.metrics import Timeline
 
 
@@ -23,6 +24,7 @@ class SyncReport:
 
     version: int
     num_bytes: int
+    """Bytes that were copied; 0 where the engine shares the weights."""
     num_verified: int
     """Tensors whose checksums were compared."""
 
@@ -39,6 +41,68 @@ class WeightSync(Protocol):
         ...
 
 
+class Proof:
+    """Compares checksums of trainer and engine: of all tensors at first, then of a few, so that each has its turn."""
+
+    def __init__(self, trainer: TrainEngine, engine: RolloutEngine, config: SyncConfig) -> None:
+        self._trainer = trainer
+        self._engine = engine
+        plan = plan_buckets(trainer.named_shapes(), config.bucket_bytes)
+        self._groups = [[slot.name for slot in bucket] for bucket in plan]  # what is gathered together under ZeRO-3
+        self._names = [name for group in self._groups for name in group]
+        self._num_verified = config.num_verified
+        self._next = 0
+
+    def check(self, version: int) -> int:
+        """Compare after the hand-over that follows the version-th, and return how many tensors were compared.
+
+        A collective under ZeRO-3.
+
+        Raises:
+            SyncError: a tensor differs between trainer and engine, or is not finite, by name; the engine miscounts.
+        """
+        names = self._names if version == 0 else self._rotation()
+        if names:
+            workers = self._engine.checksums(names)
+            for group in self._groups:
+                self._compare([name for name in group if name in names], workers)
+        if self._engine.weights_version != version + 1:
+            raise SyncError(f"engine counts hand-over {self._engine.weights_version}, expected {version + 1}")
+        return len(names)
+
+    def _rotation(self) -> list[str]:
+        """Return the next few names, so that every tensor is checked again and again."""
+        count = min(self._num_verified, len(self._names))
+        picked = [self._names[(self._next + i) % len(self._names)] for i in range(count)]
+        self._next = (self._next + count) % len(self._names)
+        return picked
+
+    def _compare(self, names: Sequence[str], workers: Sequence[dict[str, list]]) -> None:
+        """Compare both sides, region by region as each engine worker holds them; one transfer from the device."""
+        if not names:
+            return
+        regions = [
+            (name, worker, region, theirs)
+            for name in names
+            for worker, held in enumerate(workers)
+            for region, theirs in held[name]
+        ]
+        with self._trainer.gathered(names) as tensors:
+            whole = {name: tensor.contiguous().flatten() for name, tensor in tensors.items()}
+            views = [
+                whole[name].as_strided(size, stride, whole[name].storage_offset() + offset)
+                for name, _, (size, stride, offset), _ in regions
+            ]
+            is_finite = torch.stack([flat.isfinite().all() for flat in whole.values()])
+            found = torch.cat([is_finite.long(), checksums(views)]).tolist()
+        for name, finite in zip(names, found, strict=False):
+            if not finite:
+                raise SyncError(f"trainer tensor {name} holds NaN or infinity")
+        for (name, worker, _, theirs), ours in zip(regions, found[len(names) :], strict=True):
+            if ours != theirs:
+                raise SyncError(f"tensor {name} differs between trainer and engine worker {worker} after the hand-over")
+
+
 class CopySync:
     """Through one bucket that the engine opened once: fill, signal, copy inside the engine, acknowledge."""
 
@@ -52,62 +116,80 @@ class CopySync:
     ) -> None:
         self._trainer = trainer
         self._engine = engine
-        self._config = config
         self._device = device
         self._timeline = timeline
+        self._proof = Proof(trainer, engine, config)
         self._plan = plan_buckets(trainer.named_shapes(), config.bucket_bytes)
-        self._names = [slot.name for bucket in self._plan for slot in bucket]
         self._num_bytes = sum(slot.nbytes for bucket in self._plan for slot in bucket)
-        self._next_verified = 0
         self._bucket = SharedBucket(bucket_bytes(self._plan), device)
+        self._fills = [
+            ([slot.name for slot in bucket], [slot.view(self._bucket.tensor) for slot in bucket])
+            for bucket in self._plan
+        ]
         engine.open_bucket(self._bucket.handle(), self._plan)
         self._bucket.unlink()
 
     def push(self) -> SyncReport:
-        """Copy every weight, prove a part of them, and let the engine forget what it cached with older ones.
+        """Copy every weight, let the engine forget what it cached with older ones, and prove a part of the weights.
 
         A collective under ZeRO-3: all ranks fill the same buckets in the same order.
 
         Raises:
-            SyncError: a tensor differs between trainer and engine, or is not finite; by name.
+            SyncError: see Proof.check.
         """
         version = self._engine.weights_version
-        verified = self._names if version == 0 else self._rotation()
         with self._timeline.span("push", bytes=self._num_bytes):
-            for index, bucket in enumerate(self._plan):
-                with self._trainer.gathered([slot.name for slot in bucket]) as tensors:
-                    for slot in bucket:
-                        slot.view(self._bucket.tensor).copy_(tensors[slot.name])
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)
+            for index, (names, views) in enumerate(self._fills):
+                with self._trainer.gathered(names) as tensors:
+                    torch._foreach_copy_(views, [tensors[name] for name in names])
+                _synchronize(self._device)
                 self._engine.receive(index)
             self._engine.finish_push()
         with self._timeline.span("verify"):
-            self._verify(verified)
-        if self._engine.weights_version != version + 1:
-            raise SyncError(f"engine counts hand-over {self._engine.weights_version}, expected {version + 1}")
-        return SyncReport(version=version + 1, num_bytes=self._num_bytes, num_verified=len(verified))
+            num_verified = self._proof.check(version)
+        return SyncReport(version=version + 1, num_bytes=self._num_bytes, num_verified=num_verified)
 
-    def _rotation(self) -> list[str]:
-        """Return the next few names, so that every tensor is checked again and again."""
-        count = min(self._config.num_verified, len(self._names))
-        picked = [self._names[(self._next_verified + i) % len(self._names)] for i in range(count)]
-        self._next_verified = (self._next_verified + count) % len(self._names)
-        return picked
 
-    def _verify(self, names: Sequence[str]) -> None:
-        """Compare both sides' checksums, region by region as each engine worker holds them."""
-        if not names:
-            return
-        workers = self._engine.checksums(names)
-        with self._trainer.gathered(names) as tensors:
-            for name, tensor in tensors.items():
-                if not torch.isfinite(tensor).all():
-                    raise SyncError(f"trainer tensor {name} holds NaN or infinity")
-                flat = tensor.contiguous().flatten()
-                for worker, held in enumerate(workers):
-                    for (size, stride, offset), theirs in held[name]:
-                        if checksum(flat.as_strided(size, stride, flat.storage_offset() + offset)) != theirs:
-                            raise SyncError(
-                                f"tensor {name} differs between trainer and engine worker {worker} after the hand-over"
-                            )
+class AliasSync:
+    """Nothing to hand over: the engine computes with the trainer's weights where they lie."""
+
+    def __init__(
+        self,
+        trainer: TrainEngine,
+        engine: RolloutEngine,
+        config: SyncConfig,
+        device: torch.device,
+        timeline: Timeline,
+        *,
+        flat: FlatWeights,
+    ) -> None:
+        """Take an engine that was started on flat.share()."""
+        self._engine = engine
+        self._device = device
+        self._timeline = timeline
+        self._proof = Proof(trainer, engine, config)
+        self._flat = flat
+        flat.unlink()
+
+    def push(self) -> SyncReport:
+        """Wait for the trainer's step, let the engine forget what it cached before it, and prove a part of the weights.
+
+        Raises:
+            SyncError: see Proof.check; a weight of the trainer has left the buffer, by name.
+        """
+        version = self._engine.weights_version
+        with self._timeline.span("push", bytes=0):
+            moved = self._flat.moved()
+            if moved:
+                raise SyncError(f"trainer tensor {moved[0]} has left the buffer that the engine shares")
+            _synchronize(self._device)
+            self._engine.finish_push()
+        with self._timeline.span("verify"):
+            num_verified = self._proof.check(version)
+        return SyncReport(version=version + 1, num_bytes=0, num_verified=num_verified)
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait until what the trainer has launched is in memory, where another process reads it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

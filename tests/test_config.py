@@ -322,7 +322,7 @@ def start(forks, settings, tmp_path):
 
 def test_the_settings_of_these_tests_get_as_far_as_the_weights(start):
     ended = start()
-    assert ended.code == 1 and "no file named model.safetensors" in ended.stderr
+    assert ended.code == 2 and "cannot be loaded (Error no file named model.safetensors" in ended.stderr
 
 
 def test_script_as_a_process(settings, tmp_path):

@@ -85,7 +85,7 @@ class FlatWeights:
         return 0 <= tensor.data_ptr() - self._bucket.tensor.data_ptr() < self.num_bytes
 
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return neighbours in the buffer as one flat tensor; zeros that lie elsewhere may follow, as the buffer has them.
+        """Return neighbours in the buffer as one flat tensor; zeros from elsewhere may follow, for the buffer has such.
 
         Raises:
             RuntimeError: they are no neighbours, so that DeepSpeed would use other memory than the engine.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerBase
 
-from hybrid_rl.bucket import Slot, checksum, open_shared
+from hybrid_rl.bucket import SharedWeights, Slot, checksum, open_shared
 from hybrid_rl.engines import Generation, Region, Sampling
 from hybrid_rl.models import dense_attention, load_tokenizer
 
@@ -15,7 +15,9 @@ from hybrid_rl.models import dense_attention, load_tokenizer
 class HfEngine:
     """A copy of the actor in this process; see hybrid_rl.engines.RolloutEngine for its contract."""
 
-    def __init__(self, model: str, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, model: str, *, dtype: torch.dtype, device: torch.device, shared: SharedWeights | None = None
+    ) -> None:
         attention = dense_attention(model)
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation=attention)
         self._model.to(device).requires_grad_(False).eval()
@@ -25,6 +27,11 @@ class HfEngine:
         self._weights_valid = False
         self._received: set[str] = set()
         self.weights_version = 0
+        if shared:
+            bucket = open_shared(shared.handle, device)
+            for slot in shared.slots:
+                self._parameters[slot.name].data = slot.view(bucket)
+                self._received.add(slot.name)
 
     @torch.no_grad()
     def generate(

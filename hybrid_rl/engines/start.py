@@ -2,19 +2,22 @@
 
 import torch
 
+from hybrid_rl.bucket import SharedWeights
 from hybrid_rl.config import Config
 from hybrid_rl.engines import RolloutEngine
 
 
-def start_engine(config: Config, *, dtype: torch.dtype, device: torch.device, rank: int) -> RolloutEngine:
-    """Return a running engine with the actor's architecture; its weights wait for the first hand-over.
+def start_engine(
+    config: Config, *, dtype: torch.dtype, device: torch.device, rank: int, shared: SharedWeights | None = None
+) -> RolloutEngine:
+    """Return a running engine with the actor's architecture; its weights wait for the first hand-over or are shared.
 
     Nothing else may allocate on the GPU meanwhile: vLLM's profiler looks at the whole device.
     """
     if config.rollout.engine == "hf":
         from hybrid_rl.engines.hf import HfEngine
 
-        return HfEngine(config.models.actor, dtype=dtype, device=device)
+        return HfEngine(config.models.actor, dtype=dtype, device=device, shared=shared)
     from hybrid_rl.engines.vllm import VllmEngine  # takes seconds to import
 
     return VllmEngine(
@@ -24,4 +27,5 @@ def start_engine(config: Config, *, dtype: torch.dtype, device: torch.device, ra
         max_model_len=config.prompts.max_prompt_tokens + config.rollout.max_response_tokens,
         can_sleep=device.type == "cuda" and config.memory.swap != "off",
         seed=config.run.seed * 1000 + rank,
+        shared=shared,
     )

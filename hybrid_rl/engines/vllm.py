@@ -1,5 +1,6 @@
 """vLLM as a rollout engine in its own process. Everything that differs between vLLM versions is in this file."""
 
+import base64
 import inspect
 import os
 import pickle
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hybrid_rl.bucket import Slot
+from hybrid_rl.bucket import SharedWeights, Slot
 from hybrid_rl.config import RolloutConfig
 from hybrid_rl.engines import Generation, Region, Sampling
 
@@ -27,6 +28,8 @@ _DEFAULTS = {
 # Without it the first generation waits 28 s on two cores for a C++ compiler, to speed up one counting function.
 _CPU_DEFAULTS = {"TORCH_COMPILE_DISABLE": "1"}
 _TAGS = ("weights", "kv_cache")
+LOAD_FORMAT = "hybrid_rl_shared"
+"""Name under which vllm_worker.py registers the loader that binds the weights to the trainer's."""
 
 
 def without_expandable_segments(value: str) -> str:
@@ -64,14 +67,33 @@ def remove_shared_memory(names: Iterable[str]) -> None:
         block.unlink()
 
 
+def _shared_arguments(shared: SharedWeights, config: RolloutConfig) -> dict[str, Any]:
+    """Return what lets vLLM start on the trainer's weights, which are on the device already."""
+    message = base64.b64encode(pickle.dumps(shared)).decode()
+    arguments: dict[str, Any] = {"load_format": LOAD_FORMAT, "model_loader_extra_config": {"shared": message}}
+    if torch.cuda.is_available():  # vLLM asks for this share of the card beside what is used when it starts
+        held = sum(slot.nbytes for slot in shared.slots) / torch.cuda.get_device_properties().total_memory
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization - held
+    return arguments
+
+
 class VllmEngine:
     """One vLLM engine; see hybrid_rl.engines.RolloutEngine for its contract.
 
-    It starts with dummy weights: the first hand-over fills them, and `generate` refuses before that.
+    It starts with dummy weights that the first hand-over fills, or with the trainer's own, `shared`; `generate` refuses
+    before a hand-over has proved that they are the trainer's.
     """
 
     def __init__(
-        self, model: str, config: RolloutConfig, *, dtype: torch.dtype, max_model_len: int, can_sleep: bool, seed: int
+        self,
+        model: str,
+        config: RolloutConfig,
+        *,
+        dtype: torch.dtype,
+        max_model_len: int,
+        can_sleep: bool,
+        seed: int,
+        shared: SharedWeights | None = None,
     ) -> None:
         with engine_environment():
             import vllm
@@ -96,10 +118,14 @@ class VllmEngine:
             }
             if config.kv_cache_memory_bytes is not None:
                 arguments["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes
+            if shared:
+                arguments |= _shared_arguments(shared, config)
             self._llm = vllm.LLM(**arguments)
         self.weights_version = 0
         self._weights_valid = False
         self._can_sleep = can_sleep
+        self._is_sharing = shared is not None
+        self._is_complete = self._is_sharing  # the loader checked it
         self._has_tokenizer = bool(config.stop_strings)
         self._awake = set(_TAGS)
         self._has_flat_logprobs = "flat_logprobs" in inspect.signature(vllm.SamplingParams).parameters
@@ -176,6 +202,7 @@ class VllmEngine:
     def open_bucket(self, handle: bytes, plan: list[list[Slot]]) -> None:
         """Map the trainer's bucket and remember what each fill of it will hold."""
         self._llm.collective_rpc("hybrid_open_bucket", args=(pickle.dumps((handle, plan)),))
+        self._is_complete = False
 
     def receive(self, index: int) -> None:
         """Copy the plan's bucket `index` into the weights; return when the bucket may be overwritten."""
@@ -185,9 +212,16 @@ class VllmEngine:
         self._llm.collective_rpc("hybrid_receive", args=(index,))
 
     def finish_push(self) -> None:
-        """Drop the prefix cache of older weights and count a hand-over; every engine parameter must be filled."""
-        self._llm.collective_rpc("hybrid_finish_push")
-        self._llm.reset_prefix_cache()
+        """Drop the prefix cache of older weights and count a hand-over; every engine parameter must be filled.
+
+        Raises:
+            RuntimeError: a parameter is not filled, by name; or the cache is not dropped.
+        """
+        if not self._is_complete:  # where tensors go never changes
+            self._llm.collective_rpc("hybrid_check_complete")
+            self._is_complete = True
+        if self._llm.reset_prefix_cache() is False:
+            raise RuntimeError("the engine keeps its prefix cache of older weights: requests are still running")
         self._weights_valid = True
         self.weights_version += 1
 
@@ -200,18 +234,23 @@ class VllmEngine:
     def unmap(self, tag: str) -> None:
         """Give up `weights` or `kv_cache`; the memory is unmapped once both are given up, in one level-2 sleep.
 
-        Level 2 drops the weights instead of copying them to the host: the next hand-over writes them anyway.
+        Level 2 drops the weights instead of copying them to the host: the next hand-over writes them anyway. Shared
+        ones are the trainer's and stay; with them the engine sleeps as soon as it gives up the KV cache.
         """
+        if tag == "weights" and self._is_sharing:
+            return
         self._awake.discard(tag)
         if tag == "weights":
             self._weights_valid = False
-        if not self._awake and self._can_sleep:
+        if self._can_sleep and self._awake <= ({"weights"} if self._is_sharing else set()):
             self._llm.sleep(level=2)
 
     def map(self, tag: str) -> None:
         """Map the memory of `weights` or `kv_cache` again."""
-        if self._can_sleep:
-            self._llm.wake_up(tags=[tag])
+        if tag == "weights" and self._is_sharing:
+            return
+        if self._can_sleep:  # the scheduler wakes with the last tag, of which vLLM keeps both
+            self._llm.wake_up(tags=None if self._is_sharing else [tag])
         self._awake.add(tag)
 
     def close(self) -> None:

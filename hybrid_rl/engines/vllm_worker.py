@@ -1,5 +1,6 @@
-"""What runs inside the vLLM worker process: it maps the trainer's bucket and copies from it into the live weights."""
+"""What runs inside the vLLM worker process: it maps the trainer's bucket and copies out of it, or computes in it."""
 
+import base64
 import gc
 import logging
 import os
@@ -7,46 +8,19 @@ import pickle
 import re
 import select
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from hybrid_rl.bucket import Slot, checksum, open_shared
-from hybrid_rl.engines import Region
+from hybrid_rl.bucket import SharedWeights, Slot, open_shared
+from hybrid_rl.engines.routes import Routes
+from hybrid_rl.engines.vllm import LOAD_FORMAT
 
 logger = logging.getLogger(__name__)
-
-
-class CopyRecorder(TorchDispatchMode):
-    """Notes every copy_ that reads from one storage, as (destination view, region of the source slot).
-
-    A vLLM model knows where a checkpoint tensor belongs (which rows of a fused projection, which shard) only as code in
-    its load_weights. Watching that code once gives the destinations as plain views; later hand-overs need no vLLM code.
-    """
-
-    def __init__(self, bucket: Tensor, slot: Slot) -> None:
-        super().__init__()
-        self._bucket_address = bucket.untyped_storage().data_ptr()
-        self._first_element = slot.offset // slot.dtype.itemsize
-        self.copies: list[tuple[Tensor, Region]] = []
-        self.num_foreign = 0
-        """Copies whose source was computed from the slot, not read from it: these cannot be replayed."""
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.copy_.default:
-            destination, source = args[0], args[1]
-            if source.untyped_storage().data_ptr() == self._bucket_address and source.dtype == destination.dtype:
-                offset = source.storage_offset() - self._first_element
-                self.copies.append((destination, (tuple(source.shape), tuple(source.stride()), offset)))
-            else:
-                self.num_foreign += 1
-        return result
 
 
 def keep_cpu_weights_plain() -> None:
@@ -90,6 +64,36 @@ def mapped_shared_memory() -> set[str]:
         return set(re.findall(r"/dev/shm/(psm_\w+)$", maps.read(), re.MULTILINE))
 
 
+class SharedWeightsLoader(BaseModelLoader):
+    """Loads nothing: binds a model's parameters to the trainer's buffer, before anything is captured or compiled."""
+
+    def download_model(self, model_config: Any) -> None:
+        """There is nothing to fetch."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """Build the model on the host, where memory that nobody touches costs nothing, and bind it."""
+        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+        self.load_config.device = "cpu"
+        return super().load_model(*args, **kwargs)
+
+    @torch.no_grad()
+    def load_weights(self, model: Any, model_config: Any) -> None:
+        """Bind all parameters, and bring to the device what the model keeps beside them, such as rotary tables.
+
+        Raises:
+            RuntimeError: a tensor has no place, or one that the trainer's layout does not give it; by name.
+        """
+        shared: SharedWeights = pickle.loads(base64.b64decode(self.load_config.model_loader_extra_config["shared"]))
+        device = self._device or torch.device("cpu")
+        model.hybrid_routes = Routes(model, open_shared(shared.handle, device))
+        for slot in shared.slots:
+            model.hybrid_routes.record(slot, copies=False)
+        model.hybrid_routes.bind()
+        for module in model.modules():
+            for name, tensor in module.named_buffers(recurse=False):
+                module._buffers[name] = tensor.to(device)
+
+
 class WeightReceiver:
     """Mixed into the vLLM worker through `worker_extension_cls`; its methods are called with collective_rpc.
 
@@ -98,66 +102,42 @@ class WeightReceiver:
 
     model_runner: Any
     device: torch.device
+    _plan: list[list[Slot]]
+    _copies: dict[int, tuple[list[Tensor], list[Tensor]]]
+
+    @property
+    def _routes(self) -> Routes:
+        """Where the trainer's tensors lie in this worker's model; the model keeps it, for a loader knows no worker."""
+        return self.model_runner.model.hybrid_routes
 
     def hybrid_open_bucket(self, message: bytes) -> None:
         """Map the trainer's bucket; message is (handle, plan)."""
         handle, plan = pickle.loads(message)
-        self._plan: list[list[Slot]] = plan
-        self._bucket: Tensor | None = open_shared(handle, self.device)
-        self._routes: dict[str, list[tuple[Tensor, Region]]] = {}
+        self._plan, self._copies = plan, {}
+        self.model_runner.model.hybrid_routes = Routes(self.model_runner.model, open_shared(handle, self.device))
 
     @torch.no_grad()
     def hybrid_receive(self, index: int) -> None:
         """Copy bucket `index` of the plan into the weights and wait until that is done."""
-        assert self._bucket is not None
-        for slot in self._plan[index]:
-            source = slot.view(self._bucket)
-            if slot.name not in self._routes:
-                self._record(slot, source)
-                continue
-            flat = source.flatten()
-            for destination, region in self._routes[slot.name]:
-                destination.copy_(flat.as_strided(*region[:2], flat.storage_offset() + region[2]))
+        if index in self._copies:
+            torch._foreach_copy_(*self._copies[index])
+        else:
+            for slot in self._plan[index]:
+                self._routes.record(slot, copies=True)
+            pairs = [pair for slot in self._plan[index] for pair in self._routes.pairs(slot.name)]
+            self._copies[index] = [to for to, _ in pairs], [source for _, source in pairs]
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _record(self, slot: Slot, source: Tensor) -> None:
-        """Let the model load one tensor and keep the copies that it made."""
-        assert self._bucket is not None
-        with CopyRecorder(self._bucket, slot) as recorder:
-            self.model_runner.model.load_weights([(slot.name, source)])
-        if recorder.num_foreign:
-            raise RuntimeError(
-                f"{slot.name}: this vLLM model transforms it while loading ({recorder.num_foreign} computed copies), "
-                "so it cannot be handed over in place; use rollout.engine = hf for this architecture"
-            )
-        self._routes[slot.name] = recorder.copies
-
-    def hybrid_finish_push(self) -> None:
+    def hybrid_check_complete(self) -> None:
         """Check that every parameter of the engine has been filled from the plan."""
-        nowhere = [name for name, copies in self._routes.items() if not copies]
-        if nowhere:
-            raise RuntimeError(f"no engine parameter takes these trainer tensors: {', '.join(nowhere)}")
-        written: dict[int, int] = {}
-        for copies in self._routes.values():
-            for destination, _ in copies:
-                address = destination.untyped_storage().data_ptr()
-                written[address] = written.get(address, 0) + destination.numel()
-        model = self.model_runner.model
-        padded = {id(m.weight) for m in model.modules() if hasattr(m, "num_embeddings_padded") and hasattr(m, "weight")}
-        for name, parameter in model.named_parameters():
-            count = written.get(parameter.untyped_storage().data_ptr(), 0)
-            if count == 0 or (count < parameter.numel() and id(parameter) not in padded):
-                raise RuntimeError(
-                    f"engine parameter {name}: {count} of {parameter.numel()} elements come from the trainer"
-                )
+        self._routes.check_complete()
 
     @torch.no_grad()
     def hybrid_checksums(self, message: bytes) -> bytes:
         """Return a pickled {name: [(region, checksum)]} of what this worker holds of the named tensors."""
         names: Sequence[str] = pickle.loads(message)
-        held = {name: [(region, checksum(view)) for view, region in self._routes[name]] for name in names}
-        return pickle.dumps(held)
+        return pickle.dumps(self._routes.checksums(names))
 
     def hybrid_close_bucket(self) -> bytes:
         """Unmap the trainer's bucket, after which nothing can be received; return the queues' shared memory, pickled.
@@ -165,7 +145,9 @@ class WeightReceiver:
         A queue is removed by its owner's finalizer, which a process that was killed, or cut short on busy cores, never
         runs. Both ends of every queue are mapped here, so the trainer learns the names from this process.
         """
-        self._plan, self._bucket, self._routes = [], None, {}
+        if hasattr(self.model_runner.model, "hybrid_routes"):
+            self._routes.unbind()
+        self._plan, self._copies = [], {}
         gc.collect()
         return pickle.dumps(mapped_shared_memory())
 
@@ -174,6 +156,7 @@ class WeightReceiver:
         torch.manual_seed(seed)
 
 
+register_model_loader(LOAD_FORMAT)(SharedWeightsLoader)
 end_with_trainer()
 if not torch.cuda.is_available():
     keep_cpu_weights_plain()
