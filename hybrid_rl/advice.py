@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybrid_rl.config import Config, ConfigError, check
+from hybrid_rl.device_memory import available_bytes
+from hybrid_rl.distributed import World
 from hybrid_rl.memory import Phase
-from hybrid_rl.planner import Machine, Plan, Shapes, make_plan
+from hybrid_rl.planner import GIB, Machine, Plan, Shapes, make_plan, read_shapes
 from hybrid_rl.validate import validate
 
 MAX_GPUS = 64
@@ -67,6 +69,25 @@ def check_plan(plan: Plan, config: Config, shapes: Shapes, residency: Mapping[st
     if plan.missing_bytes:
         change = suggest(config, plan.machine, shapes, residency)
         check(False, f"{plan.refusal()}; {advice(change)}")
+
+
+def plan_run(config: Config, world: World, residency: Mapping[str, frozenset[Phase]]) -> Plan:
+    """Return the plan of the run that these ranks are about to start; the same on every rank.
+
+    On a CPU nothing is bounded and nothing moves; a KV cache gets at least a GiB there, for its blocks are larger.
+
+    Raises:
+        ConfigError: it does not fit, see check_plan; a folder holds no model.
+    """
+    if world.device.type == "cpu":
+        memory = replace(config.memory, swap="off")
+        dtype = "float32" if config.models.dtype == "auto" else config.models.dtype
+        config = replace(config, memory=memory, models=replace(config.models, dtype=dtype))
+    available = min(world.gather(available_bytes(world.device)))
+    machine, shapes = Machine(gpu_memory_bytes=available, num_gpus=world.size), read_shapes(config)
+    plan = make_plan(config, machine, shapes, residency)
+    check_plan(plan, config, shapes, residency)
+    return replace(plan, kv_bytes=max(plan.kv_bytes, GIB)) if world.device.type == "cpu" else plan
 
 
 def advice(change: Change | None) -> str:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl import checkpoint
 from hybrid_rl.advantage import KlController
+from hybrid_rl.advice import plan_run
 from hybrid_rl.average import HostAverage, MovingReference
 from hybrid_rl.batch import Prompt, Rollout, make_train_batch
 from hybrid_rl.bucket import SharedWeights
@@ -320,9 +321,11 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
     """Return a run that stands right before its next step, everything released.
 
     Raises:
-        ConfigError: a setting or an input file cannot work; before any model loads.
+        ConfigError: a setting or an input file cannot work, or the models do not fit; before any model loads.
     """
     world = join_world()
+    plan = plan_run(config, world, residency)
+    config, residency = plan.sized(config), plan.residency  # what has room in every phase stays
     torch.manual_seed(config.run.seed)
     resume_from = find_checkpoint(config)
     data = load_data(config, world)
@@ -333,6 +336,7 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
         data.loader.load_state_dict(state["loader"])  # refuses other data, before a model loads
     recorder = Recorder(config, world)
     memory = MemoryManager(residency, world.device, recorder.timeline)
+    memory.measured.planned = plan.peaks
     builder = Builder(config, world, data, memory, recorder.timeline, resume_from)
     paths, device = config.models, world.device
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from hybrid_rl.device_memory import DeviceMemory
 from hybrid_rl.metrics import Timeline
 
 
@@ -116,8 +117,7 @@ class MemoryManager:
 
     def __init__(self, residency: Mapping[str, frozenset[Phase]], device: torch.device, timeline: Timeline) -> None:
         self.current: Phase | None = None
-        self.used_bytes: dict[Phase, int] = {}
-        """Of the whole device, by all processes, when each phase was last entered; empty on a CPU."""
+        self.measured = DeviceMemory(device, timeline)
         self._tenants: dict[str, Tenant] = {}
         self._expected: dict[str, bool] = {}
         self._residency = residency
@@ -154,6 +154,7 @@ class MemoryManager:
             with self._timeline.span(phase.value, phase=phase.value, step=step):
                 self._enter(phase, step)
                 yield
+                self.measured.left(phase.value)
         finally:
             self.current = None
 
@@ -177,10 +178,7 @@ class MemoryManager:
         for name in self._tenants:
             if name in entering:
                 self._move(name, "restore", phase.value, step)
-        if self._device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self._device)
-            self.used_bytes[phase] = total - free
-            self._timeline.counter("device_memory", used=total - free, trainer=torch.cuda.memory_reserved())
+        self.measured.entered(phase.value, step)
 
     def _empty_cache(self) -> None:
         if self._device.type == "cuda":

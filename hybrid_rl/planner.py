@@ -99,8 +99,8 @@ class Plan:
 
     rows: tuple[Row, ...]
     machine: Machine
-    stays: frozenset[str]
-    """Rows of the residency table that never move."""
+    residency: dict[str, frozenset[Phase]]
+    """The trainer's table, in which what has room in every phase is in every phase."""
     kv_bytes: int
     """KV cache of all engines of a GPU."""
     kv_tokens: int
@@ -113,6 +113,23 @@ class Plan:
     def peak(self, phase: Phase) -> int:
         """Return the bytes of a GPU in use at the worst moment of a phase."""
         return sum(row.num_bytes for row in self.rows if phase in row.phases)
+
+    @property
+    def stays(self) -> frozenset[str]:
+        """Rows of the residency table that never move."""
+        return frozenset(name for name, phases in self.residency.items() if phases == ALWAYS)
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Name of a phase -> bytes at its worst moment."""
+        return {phase.value: self.peak(phase) for phase in Phase}
+
+    def sized(self, config: Config) -> Config:
+        """Return the config with the exact size of the KV cache, per engine."""
+        if config.rollout.kv_cache_memory_bytes is not None:
+            return config
+        kv_bytes = self.kv_bytes // self.machine.engines_per_gpu
+        return replace(config, rollout=replace(config.rollout, kv_cache_memory_bytes=kv_bytes))
 
     @property
     def worst(self) -> Phase:
@@ -183,7 +200,7 @@ def make_plan(config: Config, machine: Machine, shapes: Shapes, residency: Mappi
     return Plan(
         rows=tuple(row for row in [*rows, *others] if row.num_bytes or row.host_bytes),
         machine=machine,
-        stays=frozenset(row.name for row in rows if row.phases == ALWAYS and row.name in residency),
+        residency=dict(residency) | dict.fromkeys(stays & residency.keys(), ALWAYS),
         kv_bytes=kv.num_bytes,
         kv_tokens=tokens,
         max_sequences=tokens // planner.full_length,

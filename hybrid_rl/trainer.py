@@ -75,7 +75,7 @@ def loop(run: Run) -> Metrics:
             critic_metrics = learn_values(run, batch, step)
         with phase(run, UPDATE_ACTOR, step):
             actor_metrics = learn_policy(run, batch, step)
-        state |= pushed.metrics() | {f"memory/{where.value}_bytes": n for where, n in run.memory.used_bytes.items()}
+        state |= pushed.metrics() | run.memory.measured.metrics()
         metrics = evaluation | filtered | critic_metrics | actor_metrics | state
         run.recorder.step(step, scored.rollouts, batch, sums, metrics)
         save(run, step)

@@ -23,6 +23,7 @@ LAYERS = [
         "progress",
         "distributed",
         "memory",
+        "device_memory",
         "snapshot",
         "phase_log",
     },
@@ -52,6 +53,7 @@ HEAVY = {
     "peft": {"hybrid_rl/lora.py"},
     "ray": {"launch/ray_cluster.py"},
     "wandb": set(),
+    "pynvml": {"hybrid_rl/device_memory.py"},
 }
 CALLERS = {"phase": "hybrid_rl/trainer.py", "release": "hybrid_rl/memory.py", "restore": "hybrid_rl/memory.py"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_KERNEL_LINES = 400, 60, 90
