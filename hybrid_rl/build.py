@@ -293,6 +293,13 @@ class Builder:
         self._load(average, "average")
         return average
 
+    def ptx(self) -> PtxLoss | None:
+        """Return the language-model loss beside the actor's, if the run has one."""
+        config, texts, limit = self._config, self._data.ptx_texts, self._config.update.micro_batch_tokens
+        if not texts:
+            return None
+        return PtxLoss(texts, config.ptx, self._world, seed=config.run.seed, micro_batch_tokens=limit)
+
     def _load(self, part: checkpoint.Saved, name: str) -> None:
         if self._resume_from:
             part.load(self._resume_from / name)
@@ -325,7 +332,7 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
     """
     world = join_world()
     plan = plan_run(config, world, residency)
-    config, residency = plan.sized(config), plan.residency  # what has room in every phase stays
+    config = plan.sized(config)
     torch.manual_seed(config.run.seed)
     resume_from = find_checkpoint(config)
     data = load_data(config, world)
@@ -335,8 +342,7 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
         steps_done = state["step"]
         data.loader.load_state_dict(state["loader"])  # refuses other data, before a model loads
     recorder = Recorder(config, world)
-    memory = MemoryManager(residency, world.device, recorder.timeline)
-    memory.measured.planned = plan.peaks
+    memory = MemoryManager(plan.residency, world.device, recorder.timeline, planned=plan.peaks)
     builder = Builder(config, world, data, memory, recorder.timeline, resume_from)
     paths, device = config.models, world.device
 
@@ -346,10 +352,7 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
         path = paths.critic or paths.reward or paths.actor
         module = load_value_model(path, paths, device, field="models.critic", new_head=True, lora=paths.lora)
         critic = builder.trained("critic", module)
-    advantage, ptx = config.advantage, None
-    if data.ptx_texts:
-        limit = config.update.micro_batch_tokens
-        ptx = PtxLoss(data.ptx_texts, config.ptx, world, seed=config.run.seed, micro_batch_tokens=limit)
+    advantage = config.advantage
     run = Run(
         config=config,
         world=world,
@@ -364,7 +367,7 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
         normalizer=RunningNormalizer() if config.reward.normalize else None,
         kl=KlController(advantage.kl_coef, target=advantage.kl_target, horizon=advantage.kl_horizon),
         average=builder.average(actor),
-        ptx=ptx,
+        ptx=builder.ptx(),
         sync=sync,
         saver=make_saver(config, world, [actor, *([critic] if critic else [])]),
         phase_log=open_phase_log(config, world, steps_done),

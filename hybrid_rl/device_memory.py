@@ -43,9 +43,9 @@ class DeviceMemory:
     engine's own memory does not change while it generates.
     """
 
-    def __init__(self, device: torch.device, timeline: Timeline) -> None:
-        self.planned: Mapping[str, int] = {}
-        """Phase -> bytes at its peak, of the plan that the run was started with."""
+    def __init__(self, device: torch.device, timeline: Timeline, planned: Mapping[str, int]) -> None:
+        """Measure a device; planned: phase -> bytes at its peak, of the plan that the run was started with."""
+        self._planned = planned
         self._device = device
         self._timeline = timeline
         self._used: dict[str, int] = {}
@@ -80,6 +80,6 @@ class DeviceMemory:
         metrics: dict[str, float] = {f"memory/{phase}_bytes": used for phase, used in self._used.items()}
         for phase, peak in self._peaks.items():
             metrics[f"memory/{phase}_peak_bytes"] = peak
-            if phase in self.planned:
-                metrics[f"memory/{phase}_plan_error"] = peak / self.planned[phase] - 1
+            if phase in self._planned:
+                metrics[f"memory/{phase}_plan_error"] = peak / self._planned[phase] - 1
         return metrics

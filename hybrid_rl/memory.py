@@ -115,9 +115,17 @@ class FrozenModule:
 class MemoryManager:
     """Opens phases: releases the tenants that the residency table sends away, then restores those it calls in."""
 
-    def __init__(self, residency: Mapping[str, frozenset[Phase]], device: torch.device, timeline: Timeline) -> None:
+    def __init__(
+        self,
+        residency: Mapping[str, frozenset[Phase]],
+        device: torch.device,
+        timeline: Timeline,
+        *,
+        planned: Mapping[str, int] | None = None,
+    ) -> None:
+        """Take charge of a device; planned: phase -> bytes at its peak, to hold what is measured against."""
         self.current: Phase | None = None
-        self.measured = DeviceMemory(device, timeline)
+        self.measured = DeviceMemory(device, timeline, planned or {})
         self._tenants: dict[str, Tenant] = {}
         self._expected: dict[str, bool] = {}
         self._residency = residency
