@@ -1,5 +1,6 @@
 """What responses are worth: the sources of their scores, dynamic filtering, and the rewards made of scores."""
 
+import functools
 import logging
 import random
 from collections import defaultdict
@@ -150,6 +151,41 @@ class Filter:
             "filter/groups": float(len(taken)),
         }
         return self._kept.select(rows), metrics
+
+
+def spread_groups(num_tokens: Sequence[int], num_ranks: int) -> list[int]:
+    """Return the rank of each group: the longest first, each to the rank that has the fewest tokens by then.
+
+    Source: Graham 1969, longest processing time: at most 4/3 of the best possible maximum.
+    """
+    ranks, held = [0] * len(num_tokens), [0] * num_ranks
+    for group in sorted(range(len(num_tokens)), key=lambda g: (-num_tokens[g], g)):
+        ranks[group] = held.index(min(held))
+        held[ranks[group]] += num_tokens[group]
+    return ranks
+
+
+def spread_by_tokens(scored: Scored, world: World) -> Scored:
+    """Return this rank's share of all ranks' responses, so that the ranks train on about as many tokens each.
+
+    A rank that drew the long responses would keep the others waiting. Groups stay together: their baselines need that.
+    """
+    if world.size == 1:
+        return scored
+    sizes: dict[int, int] = defaultdict(int)
+    for rollout in scored.rollouts:
+        sizes[rollout.prompt.prompt_id] += len(rollout.prompt.token_ids) + len(rollout.response_ids)
+    everyone = {group: size for part in world.gather(dict(sizes)) for group, size in part.items()}
+    groups = sorted(everyone)
+    rank_of = dict(zip(groups, spread_groups([everyone[g] for g in groups], world.size), strict=True))
+    leaving: dict[int, list[int]] = defaultdict(list)
+    for row, rollout in enumerate(scored.rollouts):
+        leaving[rank_of[rollout.prompt.prompt_id]].append(row)
+    staying = scored.select(leaving.pop(world.rank, []))
+    sent = {rank: replace(scored.select(rows), num_failed=0) for rank, rows in leaving.items()}  # counted where it was
+    received = [part[world.rank] for part in world.gather(sent) if world.rank in part]
+    share = functools.reduce(Scored.__add__, received, staying)
+    return share.select(sorted(range(len(share.rollouts)), key=lambda row: share.rollouts[row].sequence_id))
 
 
 def penalize(

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from hybrid_rl.build import Run, build
 from hybrid_rl.config import Config
-from hybrid_rl.judge import Filter, Scored
+from hybrid_rl.judge import Filter, Scored, spread_by_tokens
 from hybrid_rl.memory import Phase
 from hybrid_rl.stages import (
     Metrics,
@@ -68,6 +68,7 @@ def loop(run: Run) -> Metrics:
         with phase(run, SCORE, step):
             scored = judge(run, rollouts, greedy, step)
         scored, filtered = refill(run, scored, step)
+        scored = spread_by_tokens(scored, run.world)
         with phase(run, SCORE, step):
             refresh_reference(run, step)
             batch, sums, state = score(run, scored)

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 
 from hybrid_rl.batch import Prompt, Rollout, make_train_batch
 from hybrid_rl.config import ModelsConfig, RewardConfig
-from hybrid_rl.distributed import World
+from hybrid_rl.distributed import World, join_world
 from hybrid_rl.judge import (
     Filter,
     RewardSources,
@@ -20,6 +21,8 @@ from hybrid_rl.judge import (
     normalize_and_clip,
     penalize,
     score_rollouts,
+    spread_by_tokens,
+    spread_groups,
 )
 from hybrid_rl.models import load_value_model
 from hybrid_rl.rewards import RunningNormalizer, ScorerPool
@@ -143,3 +146,75 @@ def test_penalties_are_the_sampled_responses_own():
     found = replace(plain, rollouts=cut_off, baselines={7: 0.5, 8: 1.0})
     batch = add_rewards(found, RewardConfig(truncation_penalty=0.25), max_response_tokens=1, world=WORLD)
     assert batch.rewards.tolist() == [0.75, 0.75] and batch.baselines.tolist() == [0.5, 1.0]
+
+
+# Several ranks
+
+
+@pytest.mark.parametrize(
+    "num_tokens, num_ranks, ranks",
+    [
+        ([8, 7, 6, 5, 4], 2, [0, 1, 1, 0, 0]),  # 8 | 7; then 6 to 7, 5 to 8, and 4 to the first of 13 and 13
+        ([1, 1, 9, 1], 2, [1, 1, 0, 1]),
+        ([3], 4, [0]),
+        ([], 2, []),
+    ],
+)
+def test_groups_go_to_the_rank_with_the_fewest_tokens(num_tokens, num_ranks, ranks):
+    assert spread_groups(num_tokens, num_ranks) == ranks
+
+
+# Prompt id: length of its two responses, with one token of prompt each. All the long ones are drawn by rank 0.
+DRAWN = [{0: (9, 9), 2: (8, 8), 4: (7, 7)}, {1: (1, 0), 3: (2, 2)}]
+
+
+def drawn(rank: int) -> Scored:
+    """Return what a rank judged: each response is worth its sequence id, which is twice its prompt's and one more."""
+    rollouts = [
+        Rollout(
+            prompt=Prompt(prompt_id=group, text="", token_ids=[1]),
+            sequence_id=2 * group + place,
+            response_ids=[4] * length,
+            rollout_logprobs=[-1.0] * length,
+            is_truncated=False,
+            text="",
+        )
+        for group, lengths in DRAWN[rank].items()
+        for place, length in enumerate(lengths)
+    ]
+    scores = torch.tensor([float(rollout.sequence_id) for rollout in rollouts])
+    baselines = {group: group / 10 for group in DRAWN[rank]}
+    return Scored(rollouts=rollouts, scores=scores, parts={"rule": -scores}, baselines=baselines, num_failed=rank + 1)
+
+
+def main() -> None:
+    """Run as one of two ranks, and leave what it is left with."""
+    world = join_world(timeout_s=60)
+    share = spread_by_tokens(drawn(world.rank), world)
+    rows = [(r.prompt.prompt_id, r.sequence_id, len(r.response_ids)) for r in share.rollouts]
+    baselines = [share.baselines[r.prompt.prompt_id] for r in share.rollouts]
+    result = {"rows": rows, "scores": share.scores, "parts": share.parts, "baselines": baselines}
+    torch.save(result | {"num_failed": share.num_failed}, Path(sys.argv[1]) / f"rank{world.rank}.pt")
+
+
+def test_responses_are_spread_by_tokens_with_all_that_is_known_of_them(on_two_ranks):
+    """20, 18, 16, 6 and 3 tokens: 20 | 18, then 16 to 18, 6 and 3 to 20."""
+    ranks = on_two_ranks(__file__)
+    expected = [
+        [(0, 0, 9), (0, 1, 9), (1, 2, 1), (1, 3, 0), (3, 6, 2), (3, 7, 2)],
+        [(2, 4, 8), (2, 5, 8), (4, 8, 7), (4, 9, 7)],
+    ]
+    for found, rows in zip(ranks, expected, strict=True):
+        assert found["rows"] == rows
+        assert found["scores"].tolist() == [sequence_id for _, sequence_id, _ in rows]
+        assert found["parts"]["rule"].tolist() == [-sequence_id for _, sequence_id, _ in rows]
+        assert found["baselines"] == [group / 10 for group, _, _ in rows]
+    assert [found["num_failed"] for found in ranks] == [1, 2]
+
+
+def test_one_rank_keeps_what_it_has():
+    assert spread_by_tokens(drawn(0), WORLD).rollouts == drawn(0).rollouts
+
+
+if __name__ == "__main__":
+    main()

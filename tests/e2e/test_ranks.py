@@ -52,6 +52,24 @@ def test_two_ranks_train_what_one_does(make_config, train_here, read_run, launch
 
 
 @pytest.mark.slow
+def test_four_ranks_train_what_one_does(make_config, train_here, read_run, launch, tmp_path):
+    """Five prompts for four ranks, so that one has two of them, in groups of two whose baselines need both."""
+    settings = {
+        "run": {"num_steps": 3},
+        "rollout": {"rollout_batch_size": 5},
+        "update": {"mini_batch_size": 5, "zero_stage": 3},
+        "advantage": {"estimator": "rloo"},
+    }
+    one, four = (make_config(tmp_path / name, **settings) for name in ("one", "four"))
+    for config in (one, four):
+        Path(config.run.dir).mkdir()
+    ended = launch(four, "--num_processes", "4")
+    assert ended.code == 0, ended.output
+    assert not ended.survivors
+    assert_close(read_run(four), train_here(one))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [2, 3])
 @pytest.mark.parametrize("first_ranks", [1, 2])
 def test_another_number_of_ranks_goes_on(make_config, train_here, read_run, launch, tmp_path, first_ranks, zero_stage):
