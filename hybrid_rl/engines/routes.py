@@ -82,8 +82,11 @@ class Routes:
         Raises:
             RuntimeError: the model takes it nowhere, or computes something from it; by name.
         """
-        with CopyRecorder(self._bucket, copies=copies) as recorder:
-            self._model.load_weights([(slot.name, slot.view(self._bucket))])
+        try:
+            with CopyRecorder(self._bucket, copies=copies) as recorder:
+                self._model.load_weights([(slot.name, slot.view(self._bucket))])
+        except Exception as error:
+            raise RuntimeError(f"{slot.name}: the engine's model does not take it, {error}") from error
         if recorder.num_foreign:
             raise RuntimeError(
                 f"{slot.name}: this vLLM model transforms it while loading ({recorder.num_foreign} computed copies), "

@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 import yaml
 from torch import Tensor
 
@@ -31,6 +32,8 @@ from hybrid_rl.config import (
     UpdateConfig,
     as_dict,
 )
+from hybrid_rl.engines.start import start_engine
+from hybrid_rl.engines.vllm import VllmEngine
 from hybrid_rl.validate import validate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,6 +100,16 @@ def make_config(tiny: Path) -> Callable[..., Config]:
         return validate(dataclasses.replace(config, **changed))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def copy_engine(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+    """One vLLM engine for all tests that hand copies over; whoever takes it pushes weights of his own first."""
+    config = make_config(tmp_path_factory.mktemp("engine"), rollout={"engine": "vllm"})
+    engine = start_engine(config, dtype=torch.float32, device=torch.device("cpu"), rank=0)
+    assert isinstance(engine, VllmEngine)
+    yield engine
+    engine.close()
 
 
 @pytest.fixture(scope="session")

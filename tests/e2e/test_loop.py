@@ -105,6 +105,7 @@ def live(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFa
         tmp_path_factory.mktemp("runs"),
         rollout={"engine": "vllm"},
         update={"zero_stage": 2},
+        sync={"mode": "copy"},
         memory={"swap": "deepspeed"},
         checkpoint={"every_steps": 1, "keep_last": 1, "export": True},
     )

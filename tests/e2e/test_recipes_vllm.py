@@ -41,21 +41,17 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def engine(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
-    """One engine that outlives the runs, and for each of them is as good as new: the first hand-over compares all."""
-    config = make_config(tmp_path_factory.mktemp("engine"), rollout={"engine": "vllm"})
-    engine = build.start_engine(config, dtype=torch.float32, device=torch.device("cpu"), rank=0)
-    assert isinstance(engine, VllmEngine)
+def engine(copy_engine: VllmEngine) -> Iterator[VllmEngine]:
+    """The engine that outlives the runs, and for each of them is as good as new: the first hand-over compares all."""
 
     def start(*_: Any, **__: Any) -> VllmEngine:
-        engine.weights_version = 0
-        return engine
+        copy_engine.weights_version = 0
+        return copy_engine
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "start_engine", start)
-        patch.setattr(engine, "close", lambda: None)
-        yield engine
-    engine.close()
+        patch.setattr(copy_engine, "close", lambda: None)
+        yield copy_engine
 
 
 def read(name: str) -> Config:
@@ -106,6 +102,7 @@ def trained(
             folder,
             run={"eval_every_steps": 0},
             rollout={"engine": "vllm"},
+            sync={"mode": "copy"},
             checkpoint={"every_steps": 2, "export": True},
         )
         config = shrink(read(name), tiny, f"{folder / 'rule.py'}:rule")

@@ -1,0 +1,257 @@
+"""An engine that computes with the trainer's weights where they lie, beside one that gets copies; faults in both."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_rl import trainer
+from hybrid_rl.batch import Prompt, Rollout, make_train_batch, pack
+from hybrid_rl.build import Run, build
+from hybrid_rl.config import Config, SyncConfig
+from hybrid_rl.engines import Generation, Sampling
+from hybrid_rl.engines.vllm import VllmEngine
+from hybrid_rl.memory import Phase
+from hybrid_rl.metrics import Timeline
+from hybrid_rl.models import packed_inputs
+from hybrid_rl.score import Packing, token_logprobs
+from hybrid_rl.sync import AliasSync, CopySync, SyncError
+
+CPU = torch.device("cpu")
+VICTIM = "model.layers.1.mlp.up_proj.weight"
+SAMPLED = Sampling(temperature=1.0, max_tokens=12, stop_token_ids=(0,))
+
+
+@dataclass(kw_only=True)
+class Pair:
+    """A run whose engine shares the weights, after two steps, and an engine that gets copies of the same weights."""
+
+    run: Run
+    copy_engine: VllmEngine
+    refusal: str
+    """What the sharing engine said before the first hand-over."""
+    reports: list[Any] = field(default_factory=list)
+    copies: CopySync = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.copies = self.make_copies(SyncConfig(mode="copy", num_verified=8))
+
+    def make_copies(self, config: SyncConfig) -> CopySync:
+        self.copy_engine.weights_version = 0
+        return CopySync(self.run.actor, self.copy_engine, config, CPU, Timeline())
+
+    def step(self) -> None:
+        """Train, without telling anybody."""
+        rollout = Rollout(
+            prompt=Prompt(prompt_id=0, text="", token_ids=[5, 9]),
+            sequence_id=0,
+            response_ids=[3, 8, 0],
+            rollout_logprobs=[],
+            is_truncated=False,
+            text="",
+        )
+        packed = pack(make_train_batch([rollout]), [0], CPU)
+        logprobs, _ = self.run.actor.forward(
+            **packed_inputs(packed), index=packed.response_index, targets=packed.targets, temperature=1.0
+        )
+        self.run.actor.backward(-logprobs.sum(), is_last=True)
+        self.run.actor.step()
+
+    def generate(self, engine: VllmEngine) -> list[Generation]:
+        """Answer the prompts one by one: which of several share a batch depends on the clock, and their rounding on that."""
+        prompts = [prompt.token_ids for prompt in self.run.data.eval_prompts]
+        return [engine.generate([ids], SAMPLED, [row])[0] for row, ids in enumerate(prompts)]
+
+    def largest_gap(self, generations: list[Generation]) -> float:
+        """Return the largest |log-prob of the engine - of the trainer|."""
+        rollouts = [
+            Rollout(
+                prompt=prompt,
+                sequence_id=row,
+                response_ids=found.token_ids,
+                rollout_logprobs=found.logprobs,
+                is_truncated=found.is_truncated,
+                text="",
+            )
+            for row, (prompt, found) in enumerate(zip(self.run.data.eval_prompts, generations, strict=True))
+        ]
+        batch = make_train_batch(rollouts)
+        ours = token_logprobs(
+            self.run.actor.forward, batch, Packing(max_tokens=48, world=self.run.world), temperature=1.0
+        )
+        return float((batch.rollout_logprobs - ours).abs()[batch.response_mask].max())
+
+
+@pytest.fixture(scope="module")
+def pair(
+    make_config: Callable[..., Config], copy_engine: VllmEngine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    config = make_config(
+        tmp_path_factory.mktemp("runs"),
+        rollout={"engine": "vllm"},
+        update={"zero_stage": 2},
+        memory={"swap": "deepspeed"},
+        sync={"mode": "alias"},
+        checkpoint={"every_steps": 0},
+    )
+    run = build(config, trainer.RESIDENCY)
+    try:
+        with pytest.raises(RuntimeError) as refusal:
+            run.engine.generate([[5]], SAMPLED, None)
+        pair = Pair(run=run, copy_engine=copy_engine, refusal=str(refusal.value))
+        push = run.sync.push
+
+        def watched_push() -> Any:
+            pair.reports.append(push())
+            return pair.reports[-1]
+
+        with pytest.MonkeyPatch.context() as patch, run.recorder:
+            patch.setattr(run.sync, "push", watched_push)
+            trainer.loop(run)
+        with run.memory.phase(Phase.ROLLOUT):
+            pass
+        yield pair
+    finally:
+        run.close()
+
+
+@pytest.fixture(params=["alias", "copy"])
+def side(request: pytest.FixtureRequest, pair: Pair) -> Iterator[tuple[Any, VllmEngine]]:
+    """The hand-over and the engine of a mode; afterwards all is as it should be again."""
+    yield (pair.run.sync, pair.run.engine) if request.param == "alias" else (pair.copies, pair.copy_engine)
+    for _ in range(3):  # 20 tensors, 8 at a time
+        pair.run.sync.push()
+        pair.copies.push()
+
+
+def test_a_run_moves_nothing_and_proves_every_tensor(pair: Pair):
+    assert isinstance(pair.run.sync, AliasSync)
+    assert [(r.version, r.num_bytes, r.num_verified) for r in pair.reports] == [(1, 0, 20), (2, 0, 8), (3, 0, 8)]
+
+
+def test_nothing_is_generated_before_the_first_proof(pair: Pair):
+    assert "the engine's weights were dropped or never filled" in pair.refusal
+
+
+def test_engine_follows_the_trainer_without_a_push_of_bytes(pair: Pair):
+    before = pair.generate(pair.run.engine)
+    assert pair.largest_gap(before) < 1e-4
+    pair.step()
+    assert pair.largest_gap(before) > 1e-3  # the trainer has moved
+    pair.run.sync.push()
+    after = pair.generate(pair.run.engine)
+    assert pair.largest_gap(after) < 1e-4 and after != before
+
+
+def test_log_probs_are_those_of_copies_bit_for_bit(pair: Pair):
+    for _ in range(3):
+        pair.step()
+        pair.run.sync.push()
+        pair.copies.push()
+        shared, copied = pair.generate(pair.run.engine), pair.generate(pair.copy_engine)
+        assert shared == copied and sum(len(g.logprobs) for g in shared) > 30
+
+
+def test_weights_outlive_the_phases_without_the_engine(pair: Pair):
+    """Rollouts may follow any phase: what sleeps is the KV cache."""
+    before = pair.generate(pair.run.engine)
+    for _ in range(5):
+        for phase in (Phase.SCORE, Phase.UPDATE_ACTOR, Phase.SYNC, Phase.ROLLOUT):
+            with pair.run.memory.phase(phase):
+                pass
+        assert pair.generate(pair.run.engine) == before
+
+
+def test_tensor_that_is_not_finite_is_named(pair: Pair, side: tuple[Any, VllmEngine]):
+    victim = pair.run.actor.model.get_parameter(VICTIM)
+    held = float(victim.data[3, 4])
+    victim.data[3, 4] = float("nan")
+    try:
+        with pytest.raises(SyncError, match=re.escape(f"trainer tensor {VICTIM} holds NaN or infinity")):
+            for _ in range(3):
+                side[0].push()
+    finally:
+        victim.data[3, 4] = held
+
+
+def test_stale_tensor_is_named(pair: Pair, side: tuple[Any, VllmEngine], monkeypatch: pytest.MonkeyPatch):
+    """Copies: one does not arrive. Shared: the trainer's tensor lies elsewhere, and the one check of that is off."""
+    sync, victim = side[0], pair.run.actor.model.get_parameter(VICTIM)
+    shared = victim.data
+    if isinstance(sync, AliasSync):
+        monkeypatch.setattr(sync._flat, "moved", list)
+        victim.data = shared * 1.01
+    else:
+        victim.data.mul_(1.01)
+        fills = [[pair for pair in zip(*fill, strict=True) if pair[0] != VICTIM] for fill in sync._fills]
+        monkeypatch.setattr(sync, "_fills", [([n for n, _ in fill], [v for _, v in fill]) for fill in fills])
+    with pytest.raises(SyncError, match=re.escape(f"tensor {VICTIM} differs between trainer and engine worker 0")):
+        for _ in range(3):
+            sync.push()
+    victim.data = shared
+
+
+def test_weight_that_leaves_the_buffer_is_named_at_once(pair: Pair):
+    victim = pair.run.actor.model.get_parameter(VICTIM)
+    shared = victim.data
+    victim.data = shared.clone()
+    with pytest.raises(SyncError, match=re.escape(f"trainer tensor {VICTIM} has left the buffer")):
+        pair.run.sync.push()
+    victim.data = shared
+
+
+def test_dropped_tensor_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    shapes = [shape for shape in pair.run.actor.named_shapes() if shape[0] != VICTIM]
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.run.actor, "named_shapes", lambda: shapes)
+        copies = pair.make_copies(SyncConfig(mode="copy"))
+    rule = r"engine parameter model\.layers\.1\.mlp\.gate_up_proj\.weight: 2048 of 4096 elements come from the trainer"
+    with pytest.raises(Exception, match=rule):
+        copies.push()
+    pair.copies = pair.make_copies(SyncConfig(mode="copy"))
+    pair.copies.push()
+    assert pair.generate(pair.copy_engine) == pair.generate(pair.run.engine)
+
+
+def test_tensor_that_the_engine_lacks_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    shapes = [("model.extra.weight", (3,), torch.float32)]
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.run.actor, "named_shapes", lambda: shapes)
+        copies = pair.make_copies(SyncConfig(mode="copy"))
+    with pytest.raises(Exception, match=r"model\.extra\.weight"):
+        pair.copy_engine.receive(0)
+    assert copies is not None
+    pair.copies = pair.make_copies(SyncConfig(mode="copy"))
+    pair.copies.push()
+
+
+def test_prefix_cache_that_is_not_dropped_is_an_error(
+    pair: Pair, side: tuple[Any, VllmEngine], monkeypatch: pytest.MonkeyPatch
+):
+    """The real engine does not drop it while a request runs."""
+    sync, engine = side
+    engine._llm.llm_engine.add_request(
+        "running",
+        {"prompt_token_ids": [5]},
+        engine._sampling_params(Sampling(temperature=0, max_tokens=40, stop_token_ids=()), None),
+    )
+    engine._llm.llm_engine.step()
+    with pytest.raises(RuntimeError, match="keeps its prefix cache of older weights: requests are still running"):
+        sync.push()
+    while engine._llm.llm_engine.has_unfinished_requests():
+        engine._llm.llm_engine.step()
+    sync.push()
+
+
+def test_engine_that_dropped_its_copies_refuses(pair: Pair):
+    pair.copy_engine.unmap("weights")
+    with pytest.raises(RuntimeError, match="the engine's weights were dropped or never filled"):
+        pair.generate(pair.copy_engine)
+    pair.copy_engine.map("weights")
+    with pytest.raises(RuntimeError, match="the engine's weights were dropped or never filled"):
+        pair.generate(pair.copy_engine)
+    pair.copies.push()
+    assert pair.generate(pair.copy_engine) == pair.generate(pair.run.engine)
