@@ -101,10 +101,10 @@ def _singles(start: Change) -> Iterator[Change]:
     yield from _smaller_batches(start)
     yield start.set("models.gradient_checkpointing", True)
     yield start.set("rollout.kv_cache_memory_bytes", None)
+    yield start.set("memory.swap", "auto")
     if update.zero_stage < 3:
         for change in _more_gpus(start):
             yield change.set("update.zero_stage", 3)
-    yield start.set("memory.swap", "auto")
     yield _on_host(start)
     yield start.set("models.lora.rank", LORA_RANK)
     yield from _more_gpus(start)

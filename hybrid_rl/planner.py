@@ -265,9 +265,7 @@ class _Planner:
         return rows
 
     def _tenant(self, name: str, num_bytes: int, *, out: int = 0, back: int = 0) -> Row:
-        phases = self._residency.get(name, ALWAYS)
-        if self._config.memory.swap == "off" or (self._config.rollout.engine == "hf" and name in ENGINE_ROWS):
-            phases = ALWAYS  # the hf engine has no sleep
+        phases = ALWAYS if self._is_fixed(name) else self._residency.get(name, ALWAYS)
         trips = num_entries(phases)
         return Row(
             name=name,
@@ -276,6 +274,15 @@ class _Planner:
             host_bytes=max(out, back) if trips else 0,
             out_bytes=trips * out,
             in_bytes=trips * back,
+        )
+
+    def _is_fixed(self, name: str) -> bool:
+        """Return whether nothing can move a tenant."""
+        swap = self._config.memory.swap
+        return swap == "off" or (
+            (swap == "deepspeed" and name.endswith("_parameters"))  # its offload parts them from their masters
+            or (name in ENGINE_ROWS and self._config.rollout.engine == "hf")  # which has no sleep
+            or (name == "actor_parameters" and self._shares_weights)  # the engine has them open
         )
 
     def engine(self, name: str) -> Footprint | None:

@@ -1,0 +1,233 @@
+"""Plans with hand-worked numbers, plans that do not fit and what is suggested, and what must never go down."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, Qwen2Config
+
+from hybrid_rl.advice import check_plan, plan_run, suggest
+from hybrid_rl.config import (
+    AdvantageConfig,
+    Config,
+    ConfigError,
+    LoraConfig,
+    MemoryConfig,
+    ModelsConfig,
+    PromptsConfig,
+    RewardConfig,
+    RolloutConfig,
+    SyncConfig,
+    UpdateConfig,
+)
+from hybrid_rl.distributed import join_world
+from hybrid_rl.memory import Phase
+from hybrid_rl.planner import (
+    ENGINE_CONTEXT_BYTES,
+    GIB,
+    TRAINER_CONTEXT_BYTES,
+    Machine,
+    make_plan,
+    num_entries,
+    read_shapes,
+)
+from hybrid_rl.trainer import RESIDENCY
+
+SYNC, ROLLOUT, SCORE, UPDATE_CRITIC, UPDATE_ACTOR = Phase
+QWEN_7B = Qwen2Config(
+    vocab_size=152064,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    tie_word_embeddings=False,
+)
+LLAMA_1B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    tie_word_embeddings=True,
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("configs")
+    for name, config in {"7b": QWEN_7B, "1b": LLAMA_1B}.items():
+        config.save_pretrained(root / name)
+    return root
+
+
+def make_config(folders, name: str, *, estimator: str = "grpo", **sections) -> Config:
+    config = Config(
+        models=ModelsConfig(actor=str(folders / name)),
+        prompts=PromptsConfig(path="prompts.jsonl", max_prompt_tokens=256),
+        rollout=RolloutConfig(
+            rollout_batch_size=64, group_size=8, max_response_tokens=768, kv_cache_memory_bytes=None, max_num_seqs=256
+        ),
+        reward=RewardConfig(functions=["math"]),
+        advantage=AdvantageConfig(estimator=estimator),
+        update=UpdateConfig(mini_batch_size=128, micro_batch_tokens=8192),
+        memory=MemoryConfig(swap="auto"),
+        sync=SyncConfig(mode="copy"),
+    )
+    return replace(config, **{k: replace(getattr(config, k), **fields) for k, fields in sections.items()})
+
+
+@pytest.fixture(scope="module")
+def shapes_1b(folders):
+    return read_shapes(make_config(folders, "1b"))
+
+
+def plan(config, machine):
+    return make_plan(config, machine, read_shapes(config), RESIDENCY)
+
+
+def row(found, name):
+    (result,) = [r for r in found.rows if r.name == name]
+    return result
+
+
+def machine(gib: float = 80, num_gpus: int = 1) -> Machine:
+    return Machine(gpu_memory_bytes=int(gib * GIB), num_gpus=num_gpus, backend="reference")
+
+
+def test_a_7b_model_by_hand(folders):
+    found = plan(make_config(folders, "7b", memory={"swap": "off"}), machine(200, num_gpus=8))
+    # A layer: q and o 3584^2, q's bias, k and v 3584 x 512 and a bias, three of 3584 x 18944, two norms; 28 of them.
+    layer = 2 * 3584**2 + 3584 + 2 * (3584 * 512 + 512) + 3 * 3584 * 18944 + 2 * 3584
+    num_params = 28 * layer + 2 * 152064 * 3584 + 3584
+    assert num_params == 7_615_616_512
+    assert row(found, "engine_weights").num_bytes == row(found, "actor_parameters").num_bytes == 2 * num_params
+    assert row(found, "actor_states").num_bytes == 12 * num_params // 8
+    assert row(found, "actor gradients").num_bytes == 4 * num_params // 8
+    # 64 sequences a GPU, of 1024 tokens, and vLLM's null block; 2 (keys, values) x 28 layers x 512 x 2 bytes.
+    assert (found.wave, found.max_sequences) == (64, 64)
+    assert found.kv_bytes == (64 * 1024 + 16) * 57_344
+    # The gradient of a chunk of logits twice more than the chunk, and of the weight, in float32.
+    chunk, weight = 4 * 1024 * 152064, 3584 * 152064
+    assert row(found, "actor backward of head or layer").num_bytes == 3 * chunk + 8 * weight
+    expected = [
+        2 * 2 * num_params,
+        found.kv_bytes,
+        TRAINER_CONTEXT_BYTES,
+        ENGINE_CONTEXT_BYTES,
+        row(found, "staging bucket").num_bytes,
+        row(found, "actor buckets").num_bytes,
+        row(found, "engine activations").num_bytes,
+    ]
+    assert row(found, "staging bucket").num_bytes == 2 * 152064 * 3584  # the embedding is larger than the bucket
+    assert found.peak(ROLLOUT) == sum(expected) + row(found, "actor_states").num_bytes
+
+
+def test_the_engine_shares_the_trainers_weights(folders):
+    names = {r.name for r in plan(make_config(folders, "7b", sync={"mode": "auto"}), machine()).rows}
+    assert not names & {"engine_weights", "staging bucket"}
+
+
+def test_adapters_are_all_that_learns(folders):
+    config = make_config(folders, "7b", models={"lora": LoraConfig(rank=16)})
+    found, shape = plan(config, machine()), read_shapes(config).actor
+    # 16 (in + out) of q, o (3584 twice), k, v (3584 and 512), gate, up, down (3584 and 18944), in 28 layers.
+    num_adapted = 28 * 16 * (2 * 7168 + 2 * 4096 + 3 * 22528)
+    assert shape.num_adapted(config.models.lora) == num_adapted
+    assert row(found, "actor_states").num_bytes == 12 * num_adapted
+    assert row(found, "actor_parameters").num_bytes == 2 * (7_615_616_512 + num_adapted)
+
+
+@pytest.mark.parametrize(
+    "phases, entries",
+    [
+        ({SCORE}, 1),
+        ({SYNC, ROLLOUT}, 1),
+        ({UPDATE_ACTOR, SYNC}, 1),  # the end of a step and the beginning of the next are one stay
+        ({SCORE, UPDATE_ACTOR}, 2),
+        (set(Phase), 0),
+        (set(), 0),
+    ],
+)
+def test_a_stay_is_entered_once(phases, entries):
+    assert num_entries(frozenset(phases)) == entries
+
+
+def test_what_has_room_stays(folders):
+    config = make_config(folders, "1b", estimator="gae", advantage={"kl_coef": 0.1})
+    moving = set(RESIDENCY) & {r.name for r in plan(config, machine()).rows}
+    roomy = plan(config, machine(200))
+    assert moving <= roomy.stays and roomy.bus_bytes == (0, 0)
+    tight = plan(config, machine(60))
+    assert not tight.missing_bytes and tight.stays < roomy.stays and tight.bus_bytes > (0, 0)
+    forced = plan(replace(config, memory=MemoryConfig(swap="deepspeed")), machine(200))
+    assert not forced.stays and forced.bus_bytes > (0, 0)
+    off = plan(replace(config, memory=MemoryConfig(swap="off")), machine(200))
+    assert off.bus_bytes == (0, 0) and off.residency == RESIDENCY
+    # One table for all tenants: what stays is in every phase, the others where they were.
+    for name, phases in tight.residency.items():
+        assert phases == (frozenset(Phase) if name in tight.stays else RESIDENCY[name])
+
+
+@pytest.mark.parametrize(
+    "name, sections, gib, first",
+    [
+        ("1b", {"update": {"micro_batch_tokens": 65536}}, 80, "--update.micro_batch_tokens 16384"),
+        ("1b", {"rollout": {"kv_cache_memory_bytes": 70 * GIB}}, 80, "--rollout.kv_cache_memory_bytes null"),
+        ("1b", {"memory": {"swap": "off"}, "update": {"micro_batch_tokens": 1024}}, 33, "--memory.swap auto"),
+        ("7b", {}, 80, "--gpus"),
+    ],
+)
+def test_a_suggestion_fits(folders, name, sections, gib, first):
+    config = make_config(folders, name, **sections)
+    shapes = read_shapes(config)
+    found = make_plan(config, machine(gib), shapes, RESIDENCY)
+    assert found.missing_bytes > 0
+    change = suggest(config, machine(gib), shapes, RESIDENCY)
+    assert first in str(change), str(change)
+    assert make_plan(change.config, change.machine, shapes, RESIDENCY).missing_bytes == 0
+    with pytest.raises(ConfigError) as error:
+        check_plan(found, config, shapes, RESIDENCY)
+    for part in (found.worst.value, f"{found.peak(found.worst):,}", f"{machine(gib).budget_bytes:,}", str(change)):
+        assert part in str(error.value)
+
+
+def test_what_nothing_helps_is_said(folders):
+    config = make_config(folders, "7b")
+    shapes = read_shapes(config)
+    assert suggest(config, machine(4), shapes, RESIDENCY) is None
+    with pytest.raises(ConfigError, match="nothing that is known here would fit on up to 64 GPUs"):
+        check_plan(make_plan(config, machine(4), shapes, RESIDENCY), config, shapes, RESIDENCY)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.integers(1024, 60_000),
+    more=st.integers(0, 5000),
+    stage=st.sampled_from([1, 2, 3]),
+    ranks=st.sampled_from([2, 4, 8]),
+)
+def test_more_tokens_take_more_and_more_ranks_less(folders, shapes_1b, tokens, more, stage, ranks):
+    update = {"micro_batch_tokens": tokens, "zero_stage": stage}
+    config = make_config(folders, "1b", update=update, memory={"swap": "vmm"})
+    larger = replace(config, update=replace(config.update, micro_batch_tokens=tokens + more))
+    checkpointed = replace(config, models=replace(config.models, gradient_checkpointing=True))
+    shapes = shapes_1b
+
+    def peak(settings, num_gpus):
+        return make_plan(settings, machine(80, num_gpus), shapes, RESIDENCY).peak(UPDATE_ACTOR)
+
+    assert peak(config, ranks) <= peak(larger, ranks)
+    assert peak(checkpointed, ranks) <= peak(config, ranks)
+    assert peak(config, 2 * ranks) <= peak(config, ranks)
+
+
+def test_a_cpu_run_is_planned_without_bounds(tiny):
+    config = Config(models=ModelsConfig(actor=str(tiny / "policy")), rollout=RolloutConfig(kv_cache_memory_bytes=None))
+    found = plan_run(replace(config, advantage=AdvantageConfig(estimator="reinforce_pp")), join_world(), RESIDENCY)
+    assert found.residency == RESIDENCY
+    assert found.sized(config).rollout.kv_cache_memory_bytes == GIB
+    kept = replace(config, rollout=RolloutConfig(kv_cache_memory_bytes=5))
+    assert found.sized(kept) == kept

@@ -1,0 +1,111 @@
+"""Predicted times against sums done by hand, and against the floors that research did by other sums."""
+
+from dataclasses import replace
+
+import pytest
+from transformers import Qwen2Config
+
+from hybrid_rl.config import (
+    AdvantageConfig,
+    Config,
+    MemoryConfig,
+    ModelsConfig,
+    PromptsConfig,
+    RolloutConfig,
+    SyncConfig,
+    UpdateConfig,
+)
+from hybrid_rl.memory import Phase
+from hybrid_rl.planner import GIB, Machine, Plan, Row, make_plan, read_shapes
+from hybrid_rl.simulator import Rates, bus_seconds, simulate
+from hybrid_rl.trainer import RESIDENCY
+
+FLOOR = Rates(forward_share=1, update_share=1, decode_share=1, memory_bytes_per_s=3e12, host_s_per_sequence=0)
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    """512 sequences of 256 + 512 tokens through four models of 1.5B, the example of performance.md section 6."""
+    Qwen2Config(
+        vocab_size=151936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    ).save_pretrained(tmp_path)
+    return Config(
+        models=ModelsConfig(actor=str(tmp_path), reward=str(tmp_path)),
+        prompts=PromptsConfig(max_prompt_tokens=256),
+        rollout=RolloutConfig(
+            rollout_batch_size=512, max_response_tokens=512, kv_cache_memory_bytes=16 * GIB, max_num_seqs=512
+        ),
+        advantage=AdvantageConfig(kl_coef=0.1),
+        update=UpdateConfig(mini_batch_size=512, micro_batch_tokens=16384),
+        memory=MemoryConfig(swap="off"),
+        sync=SyncConfig(mode="copy"),
+    )
+
+
+def step(config, rates, num_gpus=1, num_nodes=1):
+    machine = Machine(gpu_memory_bytes=200 * GIB, num_gpus=num_gpus, num_nodes=num_nodes, backend="reference")
+    shapes = read_shapes(config)
+    return simulate(config, machine, shapes, make_plan(config, machine, shapes, RESIDENCY), rates)
+
+
+def test_floors_are_those_of_the_research_note(config):
+    told = step(config, FLOOR)
+    assert told.num_tokens == 512 * 768
+    assert told.phases["rollout: decode"] == pytest.approx(1.8, rel=0.1)
+    assert told.phases["rollout: prefill"] == pytest.approx(0.5, rel=0.15)
+    assert told.phases["score"] == pytest.approx(6.3, rel=0.15)
+    assert told.phases["update actor"] + told.phases["update critic"] == pytest.approx(9.4, rel=0.15)
+    assert told.phases["collectives"] == 0
+
+
+def test_decode_is_bound_by_the_slower_of_host_and_memory(config):
+    told = step(config, Rates())
+    assert told.decode_bound == "host"
+    assert told.phases["rollout: decode"] == pytest.approx(512 * 512 * 45e-6)  # steps x sequences x seconds
+    # Half the sequences at once: as long on the host, but in two waves.
+    halved = step(replace(config, rollout=replace(config.rollout, max_num_seqs=256)), Rates())
+    assert halved.phases["rollout: decode"] == pytest.approx(told.phases["rollout: decode"])
+    fast = step(config, Rates(host_s_per_sequence=1e-9))
+    read = 2 * 1_543_714_304 + 512 * (256 + 256) * 28_672
+    assert fast.decode_bound == "bandwidth"
+    assert fast.phases["rollout: decode"] == pytest.approx(512 * read / (0.4 * 3.01e12))
+
+
+def test_collectives_by_hand(config):
+    grpo = replace(
+        config, advantage=AdvantageConfig(estimator="reinforce_pp"), models=replace(config.models, reward=None)
+    )
+    params, rates = 1_543_714_304, Rates(node_bytes_per_s=1e9, network_bytes_per_s=1e8)
+    # ZeRO-2 on 2 ranks: 256 sequences of 768 in packs of 16384 are 12 micro-batches, each reduces half in float32;
+    # once a gather of half in bfloat16.
+    told = step(grpo, rates, num_gpus=2)
+    assert told.phases["collectives"] == pytest.approx((12 * 4 + 2) * params / 2 / 1e9)
+    assert step(grpo, rates, num_nodes=2).phases["collectives"] == pytest.approx(10 * told.phases["collectives"])
+    one = replace(grpo, update=replace(grpo.update, zero_stage=1))
+    assert step(one, rates, num_gpus=2).phases["collectives"] == pytest.approx((4 + 2) * params / 2 / 1e9)
+
+
+def test_the_bus_by_hand():
+    rows = (
+        Row(
+            name="actor_states", num_bytes=1, phases=frozenset({Phase.SCORE}), out_bytes=13 * 10**9, in_bytes=43 * 10**9
+        ),
+        Row(name="reference", num_bytes=1, in_bytes=551 * 10**8),
+    )
+    machine = Machine(gpu_memory_bytes=1, backend="reference")
+    plan = Plan(rows=rows, machine=machine, residency={}, kv_bytes=0, kv_tokens=0, max_sequences=0, wave=0)
+    assert bus_seconds(plan, "deepspeed", Rates()) == pytest.approx(3.0)
+    assert bus_seconds(plan, "vmm", Rates()) == pytest.approx(56 / 55.1 + 1)
+    assert bus_seconds(plan, "off", Rates()) == 0
+
+
+def test_efficiency_falls_with_nodes_and_work_is_shared(config):
+    alone, four, nodes = step(config, Rates()), step(config, Rates(), 4), step(config, Rates(), 4, 8)
+    assert four.phases["score"] == pytest.approx(alone.phases["score"] / 4)
+    assert alone.tokens_per_s_per_gpu > four.tokens_per_s_per_gpu > nodes.tokens_per_s_per_gpu
