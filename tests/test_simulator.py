@@ -15,7 +15,6 @@ from hybrid_rl.config import (
     SyncConfig,
     UpdateConfig,
 )
-from hybrid_rl.memory import Phase
 from hybrid_rl.planner import GIB, Machine, Plan, Row, make_plan, read_shapes
 from hybrid_rl.simulator import Rates, bus_seconds, simulate
 from hybrid_rl.trainer import RESIDENCY

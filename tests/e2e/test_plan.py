@@ -1,0 +1,77 @@
+"""`colocated.py plan`: a real command on a 7B folder that holds nothing but its config."""
+
+import re
+
+import pytest
+import yaml
+from transformers import Qwen2Config
+
+from hybrid_rl.config import ConfigError
+from launch.plan import parse_bytes
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    root = tmp_path_factory.mktemp("plan")
+    Qwen2Config(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+    ).save_pretrained(root / "7b")
+    config = {
+        "models": {"actor": str(root / "7b")},
+        "prompts": {"path": "train.jsonl", "max_prompt_tokens": 512},
+        "rollout": {"rollout_batch_size": 128, "group_size": 8, "max_response_tokens": 1536},
+        "reward": {"functions": ["math"]},
+        "advantage": {"estimator": "grpo", "kl_coef": 0.001, "kl_in": "loss", "kl_estimator": "k3"},
+        "update": {"mini_batch_size": 256, "micro_batch_tokens": 8192},
+    }
+    config["rollout"]["kv_cache_memory_bytes"] = None
+    (root / "grpo.yaml").write_text(yaml.safe_dump(config))
+    return str(root / "grpo.yaml")
+
+
+def test_a_plan_that_does_not_fit_suggests_one_that_does(run_python, settings):
+    command = ["launch/colocated.py", "plan", "--config", settings, "--gpus", "8", "--gpu-memory", "80GB"]
+    ended = run_python(*command, timeout_s=30)  # alone on two cores 4 s
+    assert ended.code == 1, ended.output
+    assert re.search(r"does not fit: phase update_actor needs [\d,]+ bytes .* [\d,]+ bytes missing", ended.output)
+    change = re.search(r"this would fit: (--.+)", ended.output)[1].split()
+    again = run_python(*command, *change, timeout_s=30)
+    assert again.code == 0, again.output
+    assert re.search(r"fits: \w+ is the fullest phase", again.output)
+    assert re.search(r"KV cache: [\d,]+ bytes = [\d,]+ tokens = 128 sequences of 2048", again.output)
+    for line in ("actor_states", "peak", "host memory, pinned", "bus per step", "rollout: decode", "update actor"):
+        assert line in again.output
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--gpu-memory", "80 apples"], "error: --gpu-memory = 80 apples: must be a size such as 80GiB"),
+        (["--gpus", "0"], 'error: Parser key "gpus"'),
+        (["--models.actor", "/nowhere"], "error: models.actor = /nowhere: no Hugging Face model there"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_sentence(run_python, settings, arguments, message):
+    ended = run_python("launch/colocated.py", "plan", "--config", settings, *arguments, timeout_s=30)
+    assert ended.code == 2, ended.output
+    assert message in ended.output and "Traceback" not in ended.output
+
+
+@pytest.mark.parametrize(
+    "text, num_bytes",
+    [("80GiB", 80 << 30), ("40GB", 40 * 10**9), ("1.5 kib", 1536), ("85899345920", 80 << 30), ("2TB", 2 * 10**12)],
+)
+def test_sizes(text, num_bytes):
+    assert parse_bytes(text, field="--gpu-memory") == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "80 G", "1e9", "8GiB8"])
+def test_what_is_no_size(text):
+    with pytest.raises(ConfigError, match=r"--gpu-memory = .*: must be a size such as 80GiB"):
+        parse_bytes(text, field="--gpu-memory")

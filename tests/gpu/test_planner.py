@@ -1,0 +1,58 @@
+"""The plan against a real run of a small model: the peak of every phase within 10 % or half a GiB."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybrid_rl.config import (
+    AdvantageConfig,
+    CheckpointConfig,
+    Config,
+    MemoryConfig,
+    ModelsConfig,
+    PromptsConfig,
+    RolloutConfig,
+    RunConfig,
+    UpdateConfig,
+)
+from hybrid_rl.memory import Phase
+from hybrid_rl.validate import validate
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize("swap", ["auto", "vmm", "deepspeed", "off"])
+def test_every_phase_takes_what_was_planned(small: Path, tmp_path: Path, swap: str) -> None:
+    from hybrid_rl.build import build
+    from hybrid_rl.trainer import RESIDENCY, loop
+
+    config = validate(
+        Config(
+            run=RunConfig(name="plan", dir=str(tmp_path), num_steps=3, eval_every_steps=0, resume="never"),
+            models=ModelsConfig(actor=str(small / "policy"), reward=str(small / "reward")),
+            prompts=PromptsConfig(path=str(small / "prompts.jsonl"), answer_column=None, max_prompt_tokens=64),
+            rollout=RolloutConfig(rollout_batch_size=64, max_response_tokens=192, kv_cache_memory_bytes=None),
+            advantage=AdvantageConfig(kl_coef=0.05),
+            update=UpdateConfig(mini_batch_size=32, micro_batch_tokens=4096),
+            memory=MemoryConfig(swap=swap),
+            checkpoint=CheckpointConfig(every_steps=0, export=False),
+        )
+    )
+    run = build(config, RESIDENCY)
+    try:
+        with run.recorder:
+            loop(run)
+    finally:
+        run.close()
+    assert run.config.rollout.kv_cache_memory_bytes is not None
+    row = json.loads((config.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    measured = {p.value: row[f"memory/{p.value}_peak_bytes"] for p in Phase}
+    planned = {phase: peak / (1 + row[f"memory/{phase}_plan_error"]) for phase, peak in measured.items()}
+    for phase, peak in measured.items():
+        print(f"{swap} {phase}: planned {planned[phase] / GIB:.2f} GiB, measured {peak / GIB:.2f} GiB")
+    for phase, peak in measured.items():
+        assert abs(peak - planned[phase]) <= max(0.1 * peak, 0.5 * GIB), phase
