@@ -128,9 +128,9 @@ class RolloutConfig:
     seed_per_request: bool = True
     """Reproducible samples whatever the batching; false samples from one engine-wide generator, faster on a GPU."""
     kv_cache_memory_bytes: int | None = 1 << 30
-    """Exact size of the KV cache per engine; null lets vLLM take `gpu_memory_utilization` of the card."""
+    """Exact size of the KV cache per engine; null gives it what the plan leaves, at most what one wave needs."""
     gpu_memory_utilization: float = 0.5
-    """Only read when `kv_cache_memory_bytes` is null."""
+    """Share of the card that must be free when vLLM starts: all that it checks beside an exact KV cache."""
     enforce_eager: bool = False
     """Skip CUDA graphs and compilation: starts 30 s sooner, decodes slower."""
     max_num_seqs: int = 256
