@@ -40,8 +40,8 @@ class Forecast:
     shapes: Shapes
     plan: Plan
     time: StepTime
-    alone: StepTime
-    """The same step on one GPU."""
+    alone: StepTime | None
+    """The same step on one GPU; None where it does not fit."""
 
 
 def forecast(config: Config, machine: Machine, rates: Rates, shapes: Shapes | None = None) -> Forecast:
@@ -52,10 +52,15 @@ def forecast(config: Config, machine: Machine, rates: Rates, shapes: Shapes | No
     """
     shapes = shapes or read_shapes(config)
     single = replace(machine, num_gpus=1, num_nodes=1)
-    plans = {m: make_plan(config, m, shapes, RESIDENCY) for m in (machine, single)}
-    times = {m: simulate(config, m, shapes, plan, rates) for m, plan in plans.items()}
+    plan, plan_alone = (make_plan(config, m, shapes, RESIDENCY) for m in (machine, single))
+    time, alone = simulate(config, machine, shapes, plan, rates), simulate(config, single, shapes, plan_alone, rates)
     return Forecast(
-        config=config, machine=machine, shapes=shapes, plan=plans[machine], time=times[machine], alone=times[single]
+        config=config,
+        machine=machine,
+        shapes=shapes,
+        plan=plan,
+        time=time,
+        alone=None if plan_alone.missing_bytes else alone,
     )
 
 
@@ -150,7 +155,7 @@ def _time_table(told: Forecast) -> Table:
     table.add_section()
     table.add_row("step", f"{time.total_s:.2f}")
     table.add_row("tokens per second and GPU", f"{time.tokens_per_s_per_gpu:,.0f}")
-    if time.num_ranks > 1:
+    if time.num_ranks > 1 and alone:
         table.add_row("efficiency against one GPU", f"{efficiency(time, alone):.0%}")
     return table
 

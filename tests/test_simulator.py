@@ -92,9 +92,7 @@ def test_collectives_by_hand(config):
 
 def test_the_bus_by_hand():
     rows = (
-        Row(
-            name="actor_states", num_bytes=1, phases=frozenset({Phase.SCORE}), out_bytes=13 * 10**9, in_bytes=43 * 10**9
-        ),
+        Row(name="actor_states", num_bytes=1, out_bytes=13 * 10**9, in_bytes=43 * 10**9),
         Row(name="reference", num_bytes=1, in_bytes=551 * 10**8),
     )
     machine = Machine(gpu_memory_bytes=1, backend="reference")
