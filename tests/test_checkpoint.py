@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import sys
 import threading
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from hybrid_rl.config import ConfigError, ModelsConfig, OptimizerConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.deepspeed import TrainEngine
 from hybrid_rl.models import eos_token_ids, load_actor, load_tokenizer, load_value_model, packed_inputs
-from hybrid_rl.snapshot import Snapshot
+from hybrid_rl.snapshot import Parts, Snapshot
 
 CPU = torch.device("cpu")
 
@@ -321,3 +322,44 @@ def test_the_best_actor_is_kept(tmp_path, tiny, world):
     better = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert not all(torch.equal(better[name], kept[name]) for name in kept)
     assert json.loads((folder / "best.json").read_text()) == {"step": 4, "accuracy": 0.75}
+
+
+class Part:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(tensors={f"of rank {self.world.rank}": torch.full((3,), self.world.rank)}, notes={"n": "1"})
+
+
+def main() -> None:
+    """Run as one of two ranks: save, save again where rank 1 cannot write, and read the first one."""
+    folder = Path(sys.argv[1])
+    world = join_world(timeout_s=60)
+    saver = checkpoint.Saver(folder / "run", keep_last=2, world=world)
+    result = {}
+    for number in (1, 2):
+        saver.take("part", Part(world))
+        if number == 2 and world.rank == 1:
+            place = folder / "run/checkpoints/.partial-step_000002/part"
+            (place / "part_00001.safetensors").mkdir(parents=True)
+        saver.start(number, {})
+        world.sum(torch.ones(1))  # the run's own collectives go on
+        try:
+            saver.wait()
+        except OSError as error:
+            result["error"] = str(error)
+    parts = Parts(checkpoint.latest(folder / "run") / "part")
+    result |= {"step": checkpoint.read_state(checkpoint.latest(folder / "run"))["step"], "notes": parts.notes}
+    result |= {name: parts[name].tolist() for name in parts.names}
+    torch.save(result, folder / f"rank{world.rank}.pt")
+
+
+def test_two_ranks_write_and_every_rank_learns_what_failed(on_two_ranks):
+    for result in on_two_ranks(__file__):
+        assert result.pop("error").startswith("the checkpoint of step 2 could not be written; rank 1: ")
+        assert result == {"step": 1, "notes": {"n": "1"}, "of rank 0": [0, 0, 0], "of rank 1": [1, 1, 1]}
+
+
+if __name__ == "__main__":
+    main()

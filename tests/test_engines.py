@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_rl.batch import Packed, Prompt, Rollout, make_train_batch, pack
 from hybrid_rl.bucket import SharedBucket, bucket_bytes, checksum, plan_buckets
-from hybrid_rl.config import ModelsConfig, OptimizerConfig
+from hybrid_rl.config import ConfigError, ModelsConfig, OptimizerConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import Sampling
 from hybrid_rl.engines.deepspeed import TrainEngine, lr_factor
@@ -170,6 +170,35 @@ def test_save_and_load_continue_bit_for_bit(make_engine, pieces, tmp_path, stage
     theirs = weights_of(engine)
     for name, weight in weights_of(other).items():
         assert torch.equal(weight, theirs[name]), name
+
+
+@pytest.mark.parametrize(
+    "first, then, dtype",
+    [(*stages, "float32") for stages in ((1, 3), (3, 2), (2, 1), (0, 3), (3, 0))]
+    + [(*stages, "bfloat16") for stages in ((1, 3), (3, 2), (2, 1))],
+)
+def test_another_zero_stage_continues(make_engine, pieces, tmp_path, first, then, dtype):
+    engine = make_engine(first, dtype=dtype)
+    for _ in range(2):
+        take_step(engine, pieces)
+    engine.snapshot().write(tmp_path / "actor", 0)
+    other = make_engine(then, dtype=dtype)
+    other.load(tmp_path / "actor")
+    held, expected = weights_of(other), weights_of(engine)
+    assert all(torch.equal(weight, expected[name]) for name, weight in held.items())
+    assert [take_step(other, pieces) for _ in range(2)] == pytest.approx(
+        [take_step(engine, pieces) for _ in range(2)], rel=1e-5 if dtype == "float32" else 1e-2
+    )
+    assert other.lr == engine.lr
+
+
+def test_a_snapshot_of_another_model_is_refused(make_engine, tmp_path):
+    engine = make_engine(2)
+    taken = engine.snapshot()
+    del taken.tensors["model.model.norm.weight/master"]
+    taken.write(tmp_path, 0)
+    with pytest.raises(ConfigError, match=r"another model: 1 weights differ, as \['model.model.norm.weight/master'\]"):
+        engine.load(tmp_path)
 
 
 def test_load_of_nothing_is_an_error(make_engine, tmp_path):

@@ -1,9 +1,11 @@
 """What a phase gave comes back after a restart, if all ranks had ended it and nothing is missing before it."""
 
 import logging
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.phase_log import PhaseLog
@@ -80,3 +82,24 @@ def test_a_phase_that_is_cut_off_leaves_nothing(tmp_path, world):
     with pytest.raises(Interrupted):
         log.once(1, "rollout", cut_off)
     assert open_log(tmp_path, world).once(1, "rollout", lambda: "whole") == "whole"
+
+
+def main() -> None:
+    """Run as one of two ranks; rank 1 had not ended the second phase when the run was killed."""
+    folder = Path(sys.argv[1])
+    world = join_world(timeout_s=60)
+    log = PhaseLog(folder / "log", key="k", first_step=1, world=world)
+    for name in ("rollout", "scores"):
+        log.once(1, name, lambda: world.rank)
+    (folder / "log/step_000001/rank_1.scores_0.pickle").unlink(missing_ok=True)
+    again = PhaseLog(folder / "log", key="k", first_step=1, world=world)
+    found = {name: again.once(1, name, lambda: world.rank + 10) for name in ("rollout", "scores")}
+    torch.save(found, folder / f"rank{world.rank}.pt")
+
+
+def test_what_one_rank_had_not_ended_is_done_again_on_all(on_two_ranks):
+    assert on_two_ranks(__file__) == [{"rollout": 0, "scores": 10}, {"rollout": 1, "scores": 11}]
+
+
+if __name__ == "__main__":
+    main()

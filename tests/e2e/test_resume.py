@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from hybrid_rl.config import ConfigError, as_dict
 from hybrid_rl.engines.hf import HfEngine
+from hybrid_rl.engines.vllm import VllmEngine
 from launch import colocated
 
 DIE = """
@@ -31,8 +32,9 @@ def die_in(owner, name, calls):
         return original(*arguments, **named)
     setattr(owner, name, counted)
 
-die_in({owner}, "{name}", {calls})
-trainer.train(parse()[0])
+if __name__ == "__main__":
+    die_in({owner}, "{name}", {calls})
+    trainer.train(parse()[0])
 """
 
 # Owner, function, the call in which to die, and how often the run that goes on may generate. Each step generates an
@@ -128,6 +130,34 @@ def test_a_run_killed_anywhere_goes_on_and_generates_nothing_twice(
     assert_same(train_here(config), four_steps)
     assert len(generated) in again
     assert not list((config.run_dir / "phase_log").glob("step_*"))
+
+
+@pytest.mark.slow
+def test_a_run_with_vllm_killed_in_an_update_takes_its_rollouts_from_the_log(
+    make_config, train_here, run_python, tmp_path, monkeypatch
+):
+    """No checkpoint is there yet: three steps are learned from the log, and only the last evaluation is generated."""
+
+    def config(name: str):
+        (tmp_path / name).mkdir(exist_ok=True)
+        checkpoints = {"every_steps": 4, "phase_log": True, "export": False}
+        return make_config(tmp_path / name, run={"num_steps": 3}, rollout={"engine": "vllm"}, checkpoint=checkpoints)
+
+    whole = train_here(config("whole"))
+    settings, program = tmp_path / "settings.yaml", tmp_path / "die.py"
+    settings.write_text(yaml.safe_dump(as_dict(config("killed"))))
+    program.write_text(DIE.format(owner="trainer", name="learn_policy", calls=3))
+    ended = run_python(str(program), "--config", str(settings))
+    assert ended.code == -signal.SIGKILL, ended.output
+    assert not ended.survivors
+
+    generated, generate = [], VllmEngine.generate
+    monkeypatch.setattr(VllmEngine, "generate", lambda *a: generated.append(len(a[1])) or generate(*a))
+    found = train_here(config("killed"))
+    assert (found.metrics, found.rollouts, found.state) == (whole.metrics, whole.rollouts, whole.state)
+    for name, weights in whole.weights.items():
+        assert all(torch.equal(weight, found.weights[name][key]) for key, weight in weights.items())
+    assert len(generated) == 1
 
 
 @pytest.mark.slow
