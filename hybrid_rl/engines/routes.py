@@ -44,20 +44,43 @@ class CopyRecorder(TorchDispatchMode):
         self.seen: list[tuple[Tensor, Tensor]] = []
         self.num_foreign = 0
         """Copies whose source was computed from the slot, not read from it: these cannot be replayed."""
+        self._rearranged: dict[int, tuple[Tensor, Tensor]] = {}  # address -> (clone, what was cloned)
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.aten.clone.default:
+            clone = func(*args, **(kwargs or {}))
+            if args[0].untyped_storage().data_ptr() == self._bucket_address and clone.is_contiguous():
+                self._rearranged[clone.untyped_storage().data_ptr()] = (clone, args[0])
+            return clone
         if func is not torch.ops.aten.copy_.default:
             return func(*args, **(kwargs or {}))
-        destination, source = args[0], args[1]
-        if source.untyped_storage().data_ptr() != self._bucket_address or source.dtype != destination.dtype:
+        pair = self._origin(args[0], args[1])
+        if pair is None:
             self.num_foreign += 1
         else:
-            self.seen.append((destination, source))
+            self.seen.append(pair)
             if not self._copies:
-                return destination
+                return args[0]
         return func(*args, **(kwargs or {}))
+
+    def _origin(self, destination: Tensor, source: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return a copy as one out of the bucket; None if it is none.
+
+        A rearranged tensor is a strided view of the bucket, cloned, and reshaped: BLOOM's query_key_value, whose heads
+        vLLM sorts. Taken whole into a whole parameter, it is a copy between views of the shape that was cloned.
+        """
+        if source.dtype != destination.dtype:
+            return None
+        address = source.untyped_storage().data_ptr()
+        if address == self._bucket_address:
+            return destination, source
+        clone, cloned = self._rearranged.get(address, (None, None))
+        is_whole = clone is not None and source.numel() == clone.numel() and source.is_contiguous()
+        if cloned is None or not is_whole or not destination.is_contiguous():
+            return None
+        return destination.view(cloned.shape), cloned
 
 
 class Routes:
