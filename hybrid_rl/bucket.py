@@ -1,5 +1,6 @@
 """The staging buffer that two processes share, and the checksum that both compute over what passed through it."""
 
+import functools
 import inspect
 import os
 import pickle
@@ -14,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _ALIGNMENT_BYTES = 256  # of a CUDA allocation, so that every tensor in the bucket can be viewed in its own dtype
-_CHECKSUM_CHUNK = 1 << 22  # words of 8 bytes; bounds the temporaries to three of 32 MiB
-_MULTIPLIER = 0x5851F42D4C957F2D
+_ROW = 1 << 20  # words of 4 bytes with a random number each, 8 MiB on the device
+_ROWS_AT_ONCE = 8  # bounds a checksum's temporaries to 64 MiB
 
 _LOCAL: "weakref.WeakValueDictionary[int, Tensor]" = weakref.WeakValueDictionary()
 
@@ -137,9 +138,9 @@ def open_shared(handle: bytes, device: torch.device) -> Tensor:
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
     """Return a 64-bit checksum of each tensor's bits in logical order, [len(tensors)] int64 on their device.
 
-    The same on every device and for every memory layout: over the i-th 8 bytes w of the tensor, padded with zeros, the
-    sum of (w ^ w >> 32) * m * (2 i + 1) modulo 2**64, m odd, plus m times the number of elements. A single bit changes
-    it, and so do elements that change places. Nothing is read back from the device here.
+    The same on every device and for every memory layout: the sum, modulo 2**64, of each 4 bytes times a random odd
+    number of their place, plus one times the number of elements. A single bit changes it, and elements that change places
+    do, too. Nothing is read back from the device here.
     """
     return torch.stack([_checksum(tensor) for tensor in tensors])
 
@@ -149,21 +150,31 @@ def checksum(tensor: Tensor) -> int:
     return int(_checksum(tensor))
 
 
+@functools.cache
+def _multipliers(device: torch.device) -> Tensor:
+    """Return [_ROW] random odd int64."""
+    numbers = torch.randint(-(2**63), 2**63 - 1, (_ROW,), generator=torch.Generator().manual_seed(0x5EED))
+    return (numbers | 1).to(device)
+
+
 def _checksum(tensor: Tensor) -> Tensor:
-    words = _words(tensor)
-    total = torch.full((), tensor.numel(), dtype=torch.int64, device=tensor.device)
-    for start in range(0, len(words), _CHECKSUM_CHUNK):
-        chunk = words[start : start + _CHECKSUM_CHUNK]
-        odd = torch.arange(2 * start + 1, 2 * (start + len(chunk)) + 1, 2, device=tensor.device)
-        total += odd.mul_(chunk ^ (chunk >> 32)).sum()
-    return total * _MULTIPLIER
+    """Return the checksum as a scalar on the tensor's device; words stand in rows, and each row has a number, too."""
+    words, odd = _words(tensor), _multipliers(tensor.device)
+    total = odd[-1] * tensor.numel()
+    num_rows = len(words) // _ROW
+    for first in range(0, num_rows, _ROWS_AT_ONCE):
+        last = min(first + _ROWS_AT_ONCE, num_rows)
+        rows = words[first * _ROW : last * _ROW].view(-1, _ROW)
+        total = total + ((rows * odd).sum(1) * odd[first:last]).sum()
+    rest = words[num_rows * _ROW :]
+    return total + (rest * odd[: len(rest)]).sum() * odd[num_rows]
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Return the tensor's bytes as int64, the last ones padded with zeros; shares its memory where it can."""
+    """Return the tensor's bytes as int32, the last ones padded with zeros; shares its memory where it can."""
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)
-    if len(flat) % 8:
-        flat = F.pad(flat, (0, -len(flat) % 8))
-    elif flat.data_ptr() % 8 or flat.storage_offset() % 8:
+    if len(flat) % 4:
+        flat = F.pad(flat, (0, -len(flat) % 4))
+    elif flat.storage_offset() % 4:
         flat = flat.clone()
-    return flat.view(torch.int64)
+    return flat.view(torch.int32)

@@ -168,6 +168,25 @@ def test_checksum_tells_nans_zeros_and_lengths_apart():
     assert checksum(torch.zeros(0)) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checksum_tells_constants_apart(dtype):
+    """The weights of a norm begin as ones; sums of regular factors would vanish modulo 2**64 with many of them."""
+    for numel in (256, 4096, 1 << 21):
+        values = [torch.full((numel,), value, dtype=dtype) for value in (0.0, 1.0, 2.0, -1.0)]
+        assert len({checksum(value) for value in values}) == 4
+
+
+def test_checksum_sees_rows_that_change_places():
+    """More than a million words of 4 bytes stand in rows of their own."""
+    x = torch.arange(20 * (1 << 18), dtype=torch.int32)
+    y = x.clone()
+    y[: 1 << 20], y[1 << 20 : 2 << 20] = x[1 << 20 : 2 << 20], x[: 1 << 20]
+    z = x.clone()
+    z[9 * (1 << 18)] ^= -(1 << 31)  # a sign
+    z[11 * (1 << 18) + 5] ^= -(1 << 31)
+    assert len({checksum(x), checksum(y), checksum(z)}) == 3
+
+
 @given(st.lists(st.integers(0, 255), min_size=2, max_size=50), st.data())
 def test_checksum_sees_swapped_elements(numbers, data):
     i, j = data.draw(st.tuples(st.integers(0, len(numbers) - 1), st.integers(0, len(numbers) - 1)))

@@ -78,7 +78,7 @@ class SharedWeightsLoader(BaseModelLoader):
 
     @torch.no_grad()
     def load_weights(self, model: Any, model_config: Any) -> None:
-        """Bind all parameters, and bring to the device what the model keeps beside them, such as rotary tables.
+        """Bind all parameters, and bring to the device what the model keeps beside them.
 
         Raises:
             RuntimeError: a tensor has no place, or one that the trainer's layout does not give it; by name.
@@ -92,6 +92,9 @@ class SharedWeightsLoader(BaseModelLoader):
         for module in model.modules():
             for name, tensor in module.named_buffers(recurse=False):
                 module._buffers[name] = tensor.to(device)
+            if hasattr(module, "_compute_cos_sin_cache"):  # the host's cosines differ from the GPU's in their last bits
+                with device:
+                    module.cos_sin_cache.copy_(module._compute_cos_sin_cache())
 
 
 class WeightReceiver:

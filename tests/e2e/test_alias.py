@@ -61,7 +61,7 @@ class Pair:
         self.run.actor.step()
 
     def generate(self, engine: VllmEngine) -> list[Generation]:
-        """Answer the prompts one by one: which of several share a batch depends on the clock, and their rounding on that."""
+        """Answer the prompts one by one: which of several share a batch, and so how they round, depends on the clock."""
         prompts = [prompt.token_ids for prompt in self.run.data.eval_prompts]
         return [engine.generate([ids], SAMPLED, [row])[0] for row, ids in enumerate(prompts)]
 
