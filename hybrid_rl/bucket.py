@@ -139,8 +139,8 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     """Return a 64-bit checksum of each tensor's bits in logical order, [len(tensors)] int64 on their device.
 
     The same on every device and for every memory layout: the sum, modulo 2**64, of each 4 bytes times a random odd
-    number of their place, plus one times the number of elements. A single bit changes it, and elements that change places
-    do, too. Nothing is read back from the device here.
+    number of their place, plus one times the number of elements. A single bit changes it, and so do elements that swap
+    their places. Nothing is read back from the device here.
     """
     return torch.stack([_checksum(tensor) for tensor in tensors])
 
