@@ -46,7 +46,7 @@ class Cluster:
     max_failures: int = 0
     """How often the whole group starts again from the last checkpoint after a worker or its node died."""
     wait_s: float = 300.0
-    """How long to wait until the cluster has what the workers need."""
+    """How long to wait until the cluster has what the workers need, at every start."""
 
     @property
     def resource(self) -> str:
@@ -151,6 +151,8 @@ def launch(config: Config, cluster: Cluster) -> None:
     environment = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
     environment.pop("CUDA_VISIBLE_DEVICES", None)
+    # Ray's own limit is 60 s, for a start after a failure too, when the cluster may wait for another node.
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(cluster.wait_s))
     ray.init(address=cluster.address, runtime_env={"env_vars": environment}, log_to_driver=True)
     try:
         make_trainer(config, cluster, wait_for_resources(cluster)).fit()

@@ -10,6 +10,9 @@
 set -euo pipefail
 cd "${HYBRID_RL_DIR:-$SLURM_SUBMIT_DIR}"
 export RAY_USAGE_STATS_ENABLED=0
+# Whoever reaches an open Ray port can run code as you: the token, in the home folder that the nodes share, closes it.
+export RAY_AUTH_MODE=token
+.venv/bin/ray get-auth-token --generate > /dev/null
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${nodes[0]}
