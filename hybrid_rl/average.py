@@ -11,7 +11,7 @@ from hybrid_rl.bucket import plan_buckets
 from hybrid_rl.config import check
 from hybrid_rl.distributed import World
 from hybrid_rl.engines.deepspeed import TrainEngine
-from hybrid_rl.memory import FrozenModule
+from hybrid_rl.memory import FrozenModule, PooledModule
 from hybrid_rl.models import PackedModel
 from hybrid_rl.snapshot import Parts, Snapshot
 
@@ -41,7 +41,9 @@ def blend_reference(reference: PackedModel, actor: TrainEngine, alpha: float) ->
 class MovingReference:
     """A reference that is blended with the actor now and then, and therefore part of a checkpoint."""
 
-    def __init__(self, module: PackedModel, actor: TrainEngine, tenant: FrozenModule | None, world: World) -> None:
+    def __init__(
+        self, module: PackedModel, actor: TrainEngine, tenant: FrozenModule | PooledModule | None, world: World
+    ) -> None:
         """Take a reference and, where it is sent off the GPU between phases, the tenant that does so.
 
         Raises:

@@ -21,12 +21,12 @@ from hybrid_rl.bucket import SharedWeights
 from hybrid_rl.config import Config, check
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import EngineTenant, RolloutEngine
-from hybrid_rl.engines.deepspeed import StatesTenant, TrainEngine
+from hybrid_rl.engines.deepspeed import TrainEngine
 from hybrid_rl.engines.flat import FlatWeights
 from hybrid_rl.engines.start import start_engine
 from hybrid_rl.judge import RewardSources
 from hybrid_rl.layout import why_copy
-from hybrid_rl.memory import FrozenModule, MemoryManager, Phase, Resident
+from hybrid_rl.memory import FrozenModule, MemoryManager, Phase, PooledModule, Resident
 from hybrid_rl.metrics import Timeline
 from hybrid_rl.models import (
     PackedModel,
@@ -49,6 +49,7 @@ from hybrid_rl.rewards.reencode import reencode
 from hybrid_rl.score import Forward, Packing, sequence_values
 from hybrid_rl.sync import AliasSync, CopySync, WeightSync
 from hybrid_rl.template import load_template
+from hybrid_rl.tenants import Tenants
 from hybrid_rl.update import num_optimizer_steps
 
 logger = logging.getLogger(__name__)
@@ -194,7 +195,7 @@ class Builder:
         self._memory = memory
         self._timeline = timeline
         self._resume_from = resume_from
-        self._is_swapping = config.memory.swap == "deepspeed" and world.device.type == "cuda"
+        self._tenants = Tenants(config, world.device, stays=memory.stays)
         self._step_sizes = [
             prompts * config.rollout.group_size for prompts in data.loader.batch_sizes(config.run.num_steps)
         ]
@@ -259,14 +260,29 @@ class Builder:
         )
         if self._resume_from:
             trainer.load(self._resume_from / name)
-        moves = self._is_swapping and getattr(self._config.update, name).kind == "adamw"
-        self._memory.admit(f"{name}_states", StatesTenant(trainer) if moves else Resident())
+        self._memory.admit(f"{name}_states", self._tenants.states(name, trainer))
         return trainer
 
-    def frozen(self, name: str, module: PackedModel) -> FrozenModule | None:
+    def critic(self) -> TrainEngine | None:
+        """Return the critic's training engine, if the run has one."""
+        config, paths = self._config, self._config.models
+        if not config.has_critic:
+            return None
+        path = paths.critic or paths.reward or paths.actor
+        device = self._world.device
+        module = load_value_model(path, paths, device, field="models.critic", new_head=True, lora=paths.lora)
+        critic = self.trained("critic", module)
+        self.park("critic", critic)
+        return critic
+
+    def park(self, name: str, trainer: TrainEngine, *, is_shared: bool = False) -> None:
+        """Send the weights of `actor` or `critic` off the GPU; nothing reads them until a phase calls them in."""
+        self._memory.admit(f"{name}_parameters", self._tenants.parameters(name, trainer, is_shared=is_shared))
+
+    def frozen(self, name: str, module: PackedModel) -> FrozenModule | PooledModule | None:
         """Take the gradients from a module and hand it to the memory manager; return its tenant if it moves."""
         module.requires_grad_(False)
-        tenant = FrozenModule(module) if self._is_swapping else None
+        tenant = self._tenants.frozen(name, module)
         self._memory.admit(name, tenant or Resident())
         return tenant
 
@@ -344,14 +360,11 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
     recorder = Recorder(config, world)
     memory = MemoryManager(plan.residency, world.device, recorder.timeline, planned=plan.peaks)
     builder = Builder(config, world, data, memory, recorder.timeline, resume_from)
-    paths, device = config.models, world.device
 
     engine, actor, sync = builder.policy()
-    critic = None
-    if config.has_critic:
-        path = paths.critic or paths.reward or paths.actor
-        module = load_value_model(path, paths, device, field="models.critic", new_head=True, lora=paths.lora)
-        critic = builder.trained("critic", module)
+    average = builder.average(actor)  # begins with the actor's weights
+    builder.park("actor", actor, is_shared=isinstance(sync, AliasSync))
+    critic = builder.critic()
     advantage = config.advantage
     run = Run(
         config=config,
@@ -366,7 +379,7 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
         sources=builder.sources(),
         normalizer=RunningNormalizer() if config.reward.normalize else None,
         kl=KlController(advantage.kl_coef, target=advantage.kl_target, horizon=advantage.kl_horizon),
-        average=builder.average(actor),
+        average=average,
         ptx=builder.ptx(),
         sync=sync,
         saver=make_saver(config, world, [actor, *([critic] if critic else [])]),

@@ -297,8 +297,9 @@ class PtxConfig:
 class MemoryConfig:
     """What leaves the GPU between phases."""
 
-    swap: Literal["deepspeed", "off"] = "deepspeed"
-    """deepspeed: the engine sleeps, optimizer states and frozen models go to the host. off: all stay, as on a CPU."""
+    swap: Literal["auto", "vmm", "deepspeed", "off"] = "auto"
+    """vmm: the engine sleeps; states, weights and frozen models go to the host, by the native pool. deepspeed: weights
+    stay, states go by DeepSpeed's offload. off: all stay, as on a CPU. auto: vmm where it is built, else deepspeed."""
 
 
 @dataclass(frozen=True, kw_only=True)

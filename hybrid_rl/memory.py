@@ -1,14 +1,20 @@
 """Who may be on the GPU in which phase. The table is in trainer.py; here is the mechanism that enforces it."""
 
 import enum
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 
+from hybrid_rl.config import check
 from hybrid_rl.device_memory import DeviceMemory
 from hybrid_rl.metrics import Timeline
+from hybrid_rl_kernels import vmm_pool
+from hybrid_rl_kernels.vmm_pool import Policy, Region, VmmPool
+
+logger = logging.getLogger(__name__)
 
 
 class Phase(enum.Enum):
@@ -112,6 +118,135 @@ class FrozenModule:
         return sum(t.nbytes for t in self._host)
 
 
+def choose_pool(swap: str, device: torch.device) -> VmmPool | None:
+    """Return the pool that memory.swap asks for; None where DeepSpeed's own offload serves, or nothing moves.
+
+    Raises:
+        ConfigError: swap is vmm and there can be no pool on this GPU.
+    """
+    if swap not in ("auto", "vmm") or device.type == "cpu":
+        return None
+    obstacle = vmm_pool.why_unavailable()
+    check(not obstacle or swap == "auto", f"memory.swap = vmm: {obstacle}")
+    if obstacle:
+        logger.warning("memory.swap = auto: DeepSpeed's offload moves the states, since %s", obstacle)
+        return None
+    return vmm_pool.pool_of(device)
+
+
+def rehome(tensors: Iterable[torch.Tensor], region: Region) -> None:
+    """Move the memory of tensors into a region; their storages stay the same objects, so that every view follows."""
+    storages = {storage.data_ptr(): storage for storage in (t.untyped_storage() for t in tensors)}
+    with region:
+        for storage in storages.values():
+            if storage.nbytes():
+                storage.resize_(storage.nbytes())  # PyTorch allocates anew and copies, whatever the size was
+
+
+class PooledTenant:
+    """Tensors in regions of a VmmPool: their pages leave and return, their addresses stay.
+
+    `kept` tensors are copied to the host and back. `scratch` tensors are dropped, and return as zeros.
+    """
+
+    filled_in = None
+
+    def __init__(
+        self,
+        pool: VmmPool,
+        name: str,
+        kept: Sequence[torch.Tensor],
+        *,
+        scratch: Sequence[torch.Tensor] = (),
+        policy: Policy = "copy",
+        before_release: Callable[[], None] | None = None,
+    ) -> None:
+        """Move the tensors into the pool.
+
+        Args:
+            pool: of the tensors' device.
+            name: of the regions, for messages.
+            kept: tensors to keep.
+            scratch: tensors whose contents matter to nobody between two phases.
+            policy: of the kept ones.
+            before_release: called first in a release.
+        """
+        self.is_resident = True
+        self.kept = pool.region(name, policy=policy)
+        rehome(kept, self.kept)
+        self._scratch = list(scratch)
+        self._dropped = pool.region(f"{name} scratch", policy="drop")
+        rehome(scratch, self._dropped)
+        self._pool = pool
+        self._before_release = before_release
+
+    def release(self) -> int:
+        """Copy out what is kept and give all pages back."""
+        self._prepare()
+        copied = self.kept.release()
+        self._dropped.release()
+        self.is_resident = False
+        return copied
+
+    def restore(self) -> int:
+        """Take pages at the same addresses and copy back what was kept.
+
+        Raises:
+            VmmOutOfMemoryError: the GPU has no room; the tenant is still released.
+        """
+        copied = self.kept.restore()
+        self._finish_restore()
+        return copied
+
+    def exchange(self, entering: "PooledTenant") -> tuple[int, int]:
+        """Release this tenant and restore another of the pool at once; return the bytes copied out and in.
+
+        Raises:
+            VmmOutOfMemoryError: the GPU has no room; this tenant has left, the other is still released.
+        """
+        self._prepare()
+        self._dropped.release()
+        self.is_resident = False
+        copied = self._pool.exchange(self.kept, entering.kept)
+        entering._finish_restore()
+        return copied
+
+    def _prepare(self) -> None:
+        if self._before_release:
+            self._before_release()
+
+    def _finish_restore(self) -> None:
+        try:
+            self._dropped.restore()
+        except vmm_pool.VmmOutOfMemoryError:
+            self.kept.release()
+            raise
+        for tensor in self._scratch:
+            tensor.zero_()
+        self.is_resident = True
+
+
+class PooledModule(PooledTenant):
+    """A FrozenModule in a VmmPool."""
+
+    def __init__(self, pool: VmmPool, name: str, module: torch.nn.Module) -> None:
+        module.requires_grad_(False)
+        self._named = dict(module.named_parameters())
+        self._tensors = [*module.parameters(), *module.buffers()]
+        self._versions = [t._version for t in self._tensors]
+        super().__init__(pool, name, self._tensors, policy="copy_once", before_release=self._notice_changes)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Return name -> parameter where it is now, on the device or in its host copy, sharing memory."""
+        return {n: p.detach() if self.is_resident else self.kept.host(p) for n, p in self._named.items()}
+
+    def _notice_changes(self) -> None:
+        versions = [t._version for t in self._tensors]
+        if versions != self._versions:
+            self.kept.invalidate()
+        self._versions = versions
+
+
 class MemoryManager:
     """Opens phases: releases the tenants that the residency table sends away, then restores those it calls in."""
 
@@ -131,6 +266,11 @@ class MemoryManager:
         self._residency = residency
         self._device = device
         self._timeline = timeline
+
+    @property
+    def stays(self) -> frozenset[str]:
+        """The tenants that no phase sends away."""
+        return frozenset(name for name, phases in self._residency.items() if phases == frozenset(Phase))
 
     def admit(self, name: str, tenant: Tenant) -> None:
         """Take charge of a tenant, and release it at once so that the next one can be built in its place.
@@ -174,23 +314,39 @@ class MemoryManager:
     def _enter(self, phase: Phase, step: int) -> None:
         """Release before restoring, so that the peak is the larger phase and not the sum of two."""
         wanted = {name for name in self._tenants if phase in self._residency[name]}
-        entering = [name for name in wanted if not self._expected[name]]
+        entering = [name for name in self._tenants if name in wanted and not self._expected[name]]
+        leaving = [name for name in self._tenants if name not in wanted and self._expected[name]]
         for name in entering:
             filled_in = self._tenants[name].filled_in
             if filled_in and filled_in != phase:
                 raise PhaseError(f"{name} was dropped and would enter {phase.value} empty: {filled_in.value} fills it")
-        for name in self._tenants:
-            if self._expected[name] and name not in wanted:
+        pairs = list(zip(*(list(filter(self._is_pooled, names)) for names in (leaving, entering)), strict=False))
+        paired = {name for pair in pairs for name in pair}
+        for name in leaving:
+            if name not in paired:
                 self._move(name, "release", phase.value, step)
         self._empty_cache()
-        for name in self._tenants:
-            if name in entering:
+        for out, into in pairs:
+            self._exchange(out, into, phase.value, step)
+        for name in entering:
+            if name not in paired:
                 self._move(name, "restore", phase.value, step)
         self.measured.entered(phase.value, step)
 
     def _empty_cache(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # what PyTorch keeps in its free list, the engine process cannot map
+
+    def _is_pooled(self, name: str) -> bool:
+        return isinstance(self._tenants[name], PooledTenant)
+
+    def _exchange(self, out: str, into: str, phase: str, step: int) -> None:
+        """Move two tenants of the pool in opposite directions at once."""
+        leaving, entering = self._tenants[out], self._tenants[into]
+        assert isinstance(leaving, PooledTenant) and isinstance(entering, PooledTenant)
+        with self._timeline.span(f"exchange {out} for {into}", phase=phase, step=step) as args:
+            args["bytes"] = sum(leaving.exchange(entering))
+        self._expected |= {out: False, into: True}
 
     def _move(self, name: str, action: str, phase: str, step: int) -> None:
         tenant = self._tenants[name]

@@ -54,14 +54,10 @@ def _judge(run: Run, rollouts: Sequence[Rollout], greedy: Sequence[Rollout]) -> 
 
 def evaluate(run: Run, step: int, is_over: bool) -> Metrics:
     """Return exact accuracy on the held-out prompts, before step 1, every few steps and at the end; else nothing."""
-    config, every, scorer = run.config, run.config.run.eval_every_steps, run.data.eval_scorer
+    every, scorer = run.config.run.eval_every_steps, run.data.eval_scorer
     if scorer is None or not (is_over or step == 1 or (step - 1) % every == 0):
         return {}
-    evaluation = once(run, step, "evaluation", lambda: _evaluate(run, scorer, step))
-    if config.checkpoint.keep_best:
-        best, tokenizer = config.run_dir / "best", run.data.tokenizer
-        checkpoint.export_best(best, run.actor, tokenizer, run.world, accuracy=evaluation["accuracy"], step=step - 1)
-    return evaluation
+    return once(run, step, "evaluation", lambda: _evaluate(run, scorer, step))
 
 
 def _evaluate(run: Run, scorer: ScorerPool, step: int) -> Metrics:
@@ -76,6 +72,13 @@ def _evaluate(run: Run, scorer: ScorerPool, step: int) -> Metrics:
         )
     result = rollout.evaluation_sums(responses, scorer.score(responses).scores, num_samples)
     return run.world.means(result, dict.fromkeys(result, len(data.eval_prompts)))
+
+
+def keep_best(run: Run, evaluation: Metrics, step: int) -> None:
+    """Write the actor, if the step began with an evaluation and none was better."""
+    if evaluation and run.config.checkpoint.keep_best:
+        folder, accuracy = run.config.run_dir / "best", evaluation["accuracy"]
+        checkpoint.export_best(folder, run.actor, run.data.tokenizer, run.world, accuracy=accuracy, step=step - 1)
 
 
 def has_arrived(run: Run, evaluation: Metrics) -> bool:

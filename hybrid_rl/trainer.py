@@ -15,6 +15,7 @@ from hybrid_rl.stages import (
     generate,
     has_arrived,
     judge,
+    keep_best,
     learn_policy,
     learn_values,
     refresh_reference,
@@ -30,9 +31,10 @@ RESIDENCY = {
     "engine_kv_cache": frozenset({ROLLOUT}),
     "reference": frozenset({SCORE}),
     "reward_model": frozenset({SCORE}),
+    "critic_parameters": frozenset({SCORE, UPDATE_CRITIC}),
     "critic_states": frozenset({UPDATE_CRITIC}),
+    "actor_parameters": frozenset({SYNC, SCORE, UPDATE_ACTOR}),
     "actor_states": frozenset({UPDATE_ACTOR}),
-    # Parameters of actor and critic stay: DeepSpeed cannot bring them back without the optimizer states.
 }
 
 
@@ -70,6 +72,7 @@ def loop(run: Run) -> Metrics:
         scored, filtered = refill(run, scored, step)
         scored = spread_by_tokens(scored, run.world)
         with phase(run, SCORE, step):
+            keep_best(run, evaluation, step)
             refresh_reference(run, step)
             batch, sums, state = score(run, scored)
         with phase(run, UPDATE_CRITIC, step):
@@ -82,7 +85,9 @@ def loop(run: Run) -> Metrics:
         save(run, step)
     finish(run)
     run.recorder.summary(first, last)
-    export(run)
+    with run.memory.phase(SYNC, step):  # the actor's weights are not on the GPU while the engine generates
+        keep_best(run, evaluation, step)
+        export(run)
     return last
 
 

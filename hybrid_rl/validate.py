@@ -162,8 +162,8 @@ def _check_update(config: Config) -> None:
         f"update.correction = {update.correction}: update.old_logprobs = rollout leaves no ratio between the engines",
     )
     check(
-        config.memory.swap == "off" or update.zero_stage > 0,
-        "memory.swap = deepspeed: DeepSpeed cannot offload with update.zero_stage = 0; use 1 to 3 or swap = off",
+        config.memory.swap != "deepspeed" or update.zero_stage > 0,
+        "memory.swap = deepspeed: DeepSpeed cannot offload update.zero_stage = 0; use 1 to 3, or swap = vmm or off",
     )
     for name in ("actor", "critic"):
         check(

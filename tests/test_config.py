@@ -105,8 +105,8 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"update.clip_low": -0.1}, "update.clip_low = -0.1: must lie in [0, 1)"),
     ({"update.clip_low": 1.0}, "update.clip_low = 1.0: must lie in [0, 1)"),
     (
-        {"update.zero_stage": 0},
-        "memory.swap = deepspeed: DeepSpeed cannot offload with update.zero_stage = 0; use 1 to 3 or swap = off",
+        {"update.zero_stage": 0, "memory.swap": "deepspeed"},
+        "memory.swap = deepspeed: DeepSpeed cannot offload update.zero_stage = 0; use 1 to 3, or swap = vmm or off",
     ),
 ]
 

@@ -16,9 +16,17 @@ BYTES = {
     "engine_kv_cache": 5,
     "reference": 2,
     "reward_model": 2,
+    "critic_parameters": 1,
     "critic_states": 12,
+    "actor_parameters": 2,
     "actor_states": 16,
 }
+
+
+ADMITTED = [
+    *("engine_weights", "engine_kv_cache", "actor_states", "actor_parameters"),
+    *("critic_states", "critic_parameters", "reference", "reward_model"),
+]
 
 
 @dataclass
@@ -55,7 +63,7 @@ class House:
     def __post_init__(self) -> None:
         self.manager = MemoryManager(RESIDENCY, CPU, self.timeline)
         self.tenants: dict[str, FakeTenant] = {}
-        for name in ("engine_weights", "engine_kv_cache", "actor_states", "critic_states", "reference", "reward_model"):
+        for name in ADMITTED:
             filled_in = SYNC if name == "engine_weights" else None
             tenant = FakeTenant(name, self.log, filled_in=filled_in, num_bytes=BYTES[name])
             self.tenants[name] = tenant
@@ -86,11 +94,14 @@ def test_moves_of_two_steps():
     house = House()
     house.take_log()
     first = {
-        SYNC: ["+engine_weights"],
-        ROLLOUT: ["+engine_kv_cache"],
-        SCORE: ["-engine_weights", "-engine_kv_cache", "+reference", "+reward_model"],
-        UPDATE_CRITIC: ["-reference", "-reward_model", "+critic_states"],
-        UPDATE_ACTOR: ["-critic_states", "+actor_states"],
+        SYNC: ["+engine_weights", "+actor_parameters"],
+        ROLLOUT: ["-actor_parameters", "+engine_kv_cache"],
+        SCORE: [
+            *("-engine_weights", "-engine_kv_cache"),
+            *("+actor_parameters", "+critic_parameters", "+reference", "+reward_model"),
+        ],
+        UPDATE_CRITIC: ["-actor_parameters", "-reference", "-reward_model", "+critic_states"],
+        UPDATE_ACTOR: ["-critic_states", "-critic_parameters", "+actor_states", "+actor_parameters"],
     }
     assert {phase: house.visit(phase, 1) for phase in Phase} == first
     second = {**first, SYNC: ["-actor_states", "+engine_weights"]}
@@ -104,8 +115,8 @@ def test_peak_is_the_largest_phase():
         house.visit(phase, 1)
         residents[phase] = house.used()
     # Within phases; moves themselves are covered by the order release before restore.
-    assert residents == {SYNC: 3, ROLLOUT: 8, SCORE: 4, UPDATE_CRITIC: 12, UPDATE_ACTOR: 16}
-    assert house.peak == 16
+    assert residents == {SYNC: 5, ROLLOUT: 8, SCORE: 7, UPDATE_CRITIC: 13, UPDATE_ACTOR: 18}
+    assert house.peak == 18
 
 
 def test_each_move_is_in_the_timeline_with_its_bytes(tmp_path):
@@ -202,7 +213,7 @@ def test_phase_closes_when_its_body_fails():
         raise ZeroDivisionError
     assert house.manager.current is None
     house.take_log()
-    assert house.visit(UPDATE_CRITIC, 1) == ["-reference", "-reward_model", "+critic_states"]
+    assert house.visit(UPDATE_CRITIC, 1) == ["-actor_parameters", "-reference", "-reward_model", "+critic_states"]
 
 
 def test_resident_moves_nothing_and_follows_the_table():

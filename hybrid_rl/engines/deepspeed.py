@@ -233,6 +233,23 @@ class TrainEngine:
         """Move them back."""
         self._engine.reload_states()
 
+    def state_tensors(self) -> list[Tensor]:
+        """Return float32 masters and moments of this rank; the moments begin to exist here."""
+        return self._states.tensors()
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """Return what DeepSpeed gathers gradients in; it may be zeroed between two steps."""
+        return self._states.gradient_buffers()
+
+    def weight_tensors(self) -> list[Tensor]:
+        """Return the weights and buffers that forward reads, this rank's part of them under ZeRO-3."""
+        return self._states.weights()
+
+    def drop_gathered(self) -> None:
+        """Free the whole weights that ZeRO-3 keeps for the next forward."""
+        if self._zero_stage == 3:
+            self._engine.optimizer.empty_partition_cache()
+
     def state_bytes(self) -> int:
         """Return the bytes that offload moves on this rank: three float32 per trained parameter of its shard."""
         numel = sum(getattr(p, "ds_numel", p.numel()) for p in self.module.parameters() if p.requires_grad)

@@ -84,6 +84,28 @@ class LearnedStates:
             self._set_computing(parameter, parts[f"{name}/{MASTER}"])
         self._set_schedule(num_steps)
 
+    def tensors(self) -> list[Tensor]:
+        """Return what only the optimizer reads: masters, unless they are the weights, and moments, made if need be."""
+        flat = self._flat()
+        if any(key not in self._base.state[tensor] for tensor in flat for key in MOMENTS):
+            self._make_moments(self.num_steps)
+        weights = {storage_of(tensor) for tensor in self.weights()}
+        masters = [tensor for tensor in flat if storage_of(tensor) not in weights]
+        return [*masters, *(self._base.state[tensor][key] for tensor in flat for key in MOMENTS)]
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """Return the buffers that DeepSpeed keeps between two updates; zeros and rubbish lie in them then."""
+        if self._stage == 3:
+            buckets = [bucket.buffer for bucket in self._zero.ipg_buckets.values() if bucket.buffer is not None]
+            return [self._zero.grad_partitions_flat_buffer, *buckets]
+        return list(getattr(self._zero, "fp32_groups_gradients_flat", []))  # of ZeRO 1 in bfloat16
+
+    def weights(self) -> list[Tensor]:
+        """Return all that forward reads: parameters, this rank's part of them under ZeRO-3, and buffers."""
+        parameters: list[Any] = list(self._engine.module.parameters())
+        shares = [p.ds_tensor for p in parameters] if self._stage == 3 else parameters
+        return [*shares, *self._engine.module.buffers()]
+
     def _learning(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self._engine.module.named_parameters() if p.requires_grad)
 
@@ -135,8 +157,10 @@ class LearnedStates:
             steps: Any = num_steps  # as DeepSpeed's Adams count
             if isinstance(self._base, torch.optim.AdamW):
                 steps = torch.tensor(float(num_steps), device=flat.device)
-            moments = {key: torch.zeros_like(flat, requires_grad=False) for key in MOMENTS}
-            self._base.state[flat] = {"step": steps, **moments}
+            state = self._base.state[flat]
+            state["step"] = steps
+            for key in MOMENTS:  # those that are there already may lie in a pool
+                state.setdefault(key, torch.zeros_like(flat, requires_grad=False))
         self._link_moments()
 
     def _link_moments(self) -> None:
@@ -157,6 +181,11 @@ class LearnedStates:
         for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         scheduler._last_lr = rates
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return what tensors that share memory have in common."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _numel(parameter: nn.Parameter) -> int:

@@ -11,6 +11,7 @@ To touch a released region's tensors is an illegal address, to the GPU and to th
 """
 
 import ctypes
+import functools
 import itertools
 import sysconfig
 from collections.abc import Iterator
@@ -126,6 +127,12 @@ class VmmPool:
         if self._allocator is None:
             self._allocator = torch.cuda.memory.CUDAPluggableAllocator(str(self._path), "vmm_malloc", "vmm_free")
         return torch.cuda.MemPool(self._allocator.allocator())
+
+
+@functools.cache
+def pool_of(device: torch.device) -> VmmPool:
+    """Return the pool of this process, started at the first call; see VmmPool."""
+    return VmmPool(device)
 
 
 class Region:

@@ -19,6 +19,7 @@ from hybrid_rl.config import (
     UpdateConfig,
 )
 from hybrid_rl.engines import Sampling
+from hybrid_rl.memory import Phase
 from hybrid_rl.validate import validate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -63,8 +64,9 @@ def finished(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     try:
         with run.recorder:
             loop(run)
-        greedy = run.engine.generate(prompts, GREEDY, None)
-        sampled = run.engine.generate(prompts, SAMPLED, list(range(16)))
+        with run.memory.phase(Phase.ROLLOUT):
+            greedy = run.engine.generate(prompts, GREEDY, None)
+            sampled = run.engine.generate(prompts, SAMPLED, list(range(16)))
     finally:
         run.close()
     del run
