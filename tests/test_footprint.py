@@ -154,6 +154,7 @@ def shape(tmp_path_factory) -> ModelShape:
     return read_shape(folder, field="models.actor", is_policy=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("stage, dtype", CASES)
 def test_a_step_takes_what_is_planned(measured, shape, monkeypatch, stage, dtype, num_ranks):
