@@ -69,18 +69,22 @@ class CopyRecorder(TorchDispatchMode):
         """Return a copy as one out of the bucket; None if it is none.
 
         A rearranged tensor is a strided view of the bucket, cloned, and reshaped: BLOOM's query_key_value, whose heads
-        vLLM sorts. Taken whole into a whole parameter, it is a copy between views of the shape that was cloned.
+        vLLM sorts. A copy of whole entries of the clone's first dimension is one of entries of the view.
         """
         if source.dtype != destination.dtype:
             return None
         address = source.untyped_storage().data_ptr()
         if address == self._bucket_address:
             return destination, source
-        clone, cloned = self._rearranged.get(address, (None, None))
-        is_whole = clone is not None and source.numel() == clone.numel() and source.is_contiguous()
-        if cloned is None or not is_whole or not destination.is_contiguous():
+        if address not in self._rearranged or not (source.is_contiguous() and destination.is_contiguous()):
             return None
-        return destination.view(cloned.shape), cloned
+        clone, cloned = self._rearranged[address]
+        size = clone.stride(0)
+        first, is_between = divmod(source.storage_offset() - clone.storage_offset(), size)
+        count, has_part = divmod(source.numel(), size)
+        if is_between or has_part:
+            return None
+        return destination.view(count, *cloned.shape[1:]), cloned[first : first + count]
 
 
 class Routes:
