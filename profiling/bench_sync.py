@@ -1,0 +1,286 @@
+"""Time the hand-over of a model's weights to a vLLM engine, in every way that there is, in one run; table and CSV.
+
+python profiling/bench_sync.py                     # 1.5B parameters in Qwen2's shape, on a GPU, about four minutes
+python profiling/bench_sync.py --device cpu --tiny  # a dry run of our own two ways
+
+The floor is one device copy of all bytes (read and written once). A copy out of the trainer and one into the engine is
+the least that copying takes without sharing: twice the floor. "with proof" compares eight checksums, as a run does.
+"""
+
+import argparse
+import csv
+import os
+import pickle
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from hybrid_rl.config import RolloutConfig, SyncConfig
+from hybrid_rl.distributed import World, join_world
+from hybrid_rl.engines.flat import FlatWeights
+from hybrid_rl.engines.vllm import VllmEngine
+from hybrid_rl.metrics import Timeline
+from hybrid_rl.sync import AliasSync, CopySync
+
+HERE = Path(__file__).parent
+SHAPE = {"vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28}
+SHAPE |= {"num_attention_heads": 12, "num_key_value_heads": 2}
+TINY = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table."""
+
+    way: str
+    first_ms: float
+    """The first time: handles are opened, destinations found, all tensors proved."""
+    ms: float
+    """Median of the later times."""
+    floors: float
+    """ms over the floor."""
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """A model whose weights are handed over; what the hand-over asks of hybrid_rl's TrainEngine."""
+
+    model: Qwen2ForCausalLM
+    weights: dict[str, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.weights = {name: p.detach() for name, p in self.model.named_parameters()}
+
+    def named_shapes(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        """Return name, shape and dtype of every weight."""
+        return [(name, tuple(t.shape), t.dtype) for name, t in self.weights.items()]
+
+    @contextmanager
+    def gathered(self, names: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
+        """Yield the named weights."""
+        yield {name: self.weights[name] for name in names}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(t.nbytes for t in self.weights.values())
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """The rows so far, and what could not run."""
+
+    world: World
+    repeats: int
+    floor_ms: float = float("nan")
+    rows: list[Row] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    def time(self, way: str, push: Callable[[], object]) -> None:
+        """Add a row; a way that fails is noted and left out."""
+        times = []
+        try:
+            for _ in range(self.repeats + 1):
+                self._wait()
+                start = time.perf_counter()
+                push()
+                self._wait()
+                times.append(1e3 * (time.perf_counter() - start))
+        except Exception as error:
+            self.missing.append(f"{way}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+            return
+        median = statistics.median(times[1:])
+        self.rows.append(Row(way=way, first_ms=times[0], ms=median, floors=median / self.floor_ms))
+        print(f"{way}: first {times[0]:.2f} ms, then {median:.2f} ms", flush=True)
+
+    def _wait(self) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def start(folder: str, world: World, **extra: Any) -> VllmEngine:
+    """Return an engine with the bench's worker; graphs play no part in a hand-over."""
+    import vllm
+
+    settings = RolloutConfig(kv_cache_memory_bytes=64 << 20, gpu_memory_utilization=0.3, enforce_eager=True)
+    original, transfer = vllm.LLM, extra.pop("transfer", {})
+    vllm.LLM = lambda **kw: original(**kw | transfer | {"worker_extension_cls": "sync_worker.BenchReceiver"})
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    try:
+        return VllmEngine(folder, settings, dtype=dtype, max_model_len=64, can_sleep=False, seed=0, **extra)
+    finally:
+        vllm.LLM = original
+
+
+def bench_floor(bench: Bench, trainer: Trainer) -> None:
+    """Time one device copy of all bytes."""
+    source = torch.empty(trainer.num_bytes, dtype=torch.uint8, device=bench.world.device)
+    target = torch.empty_like(source)
+    bench.time("floor: one device copy", lambda: target.copy_(source))
+    bench.floor_ms = bench.rows[0].ms
+    bench.rows[0] = Row(**asdict(bench.rows[0]) | {"floors": 1.0})
+
+
+def bench_ours(bench: Bench, trainer: Trainer, engine: VllmEngine, make: Callable[[SyncConfig], Any], way: str) -> None:
+    """Time pushes without and with the proof."""
+    for num_verified, name in ((0, way), (8, f"{way}, with proof")):
+        engine.weights_version = 0
+        bench.time(name, make(SyncConfig(num_verified=num_verified)).push)
+
+
+def bench_handles(bench: Bench, trainer: Trainer, engine: VllmEngine) -> None:
+    """Time one handle per parameter: all in one message, and OpenRLHF's way, a message for each."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    def send(weights: dict[str, Tensor]) -> None:
+        message = pickle.dumps([(name, reduce_tensor(t)[1]) for name, t in weights.items()])
+        engine._llm.collective_rpc("bench_load", args=(message,))
+
+    bench.time("one handle per parameter, one message", lambda: send(trainer.weights))
+    bench.time(
+        "one handle and one message per parameter", lambda: [send({name: t}) for name, t in trainer.weights.items()]
+    )
+
+
+class Client:
+    """What vLLM's sender asks of an engine, through our own messages."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self._llm = engine._llm
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a method of the engine's worker."""
+        self._llm.collective_rpc("bench_call", args=(pickle.dumps((name, arguments)),))
+
+    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+        """Agree on the format."""
+        self.call("init_weight_transfer_engine", info)
+
+    def start_weight_update(self) -> None:
+        """Begin."""
+        self.call("start_weight_update")
+
+    def update_weights(self, info: Any) -> None:
+        """Send a chunk."""
+        self.call("update_weights", info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """End."""
+        self.call("finish_weight_update")
+
+
+def bench_packed(bench: Bench, trainer: Trainer, folder: str) -> None:
+    """Time vLLM's own packed IPC transfer, whichever of its interfaces this version has."""
+    way = "vLLM's packed IPC"
+    try:
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.distributed.weight_transfer import ipc_engine
+
+        engine = start(folder, bench.world, transfer={"weight_transfer_config": WeightTransferConfig(backend="ipc")})
+    except Exception as error:
+        bench.missing.append(f"{way}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+        return
+    client = Client(engine)
+    try:
+        if hasattr(ipc_engine, "IPCTrainerWeightTransferEngine"):
+            source = list(trainer.weights.items())
+            sender = ipc_engine.IPCTrainerWeightTransferEngine(client=client, source=source, packed=True)
+            client.init_weight_transfer_engine({"packed": True})
+            bench.time(way, sender.send_weights)
+        else:
+            client.init_weight_transfer_engine({})
+            bench.time(way, lambda: _send_packed(ipc_engine, client, trainer))
+    finally:
+        engine.close()
+
+
+def _send_packed(ipc_engine: Any, client: Client, trainer: Trainer) -> None:
+    """Send as vLLM did up to 0.26: a static method with a function that carries each chunk."""
+    client.start_weight_update()
+    arguments = ipc_engine.IPCTrainerSendWeightsArgs(
+        send_mode=lambda info: client.update_weights(info if isinstance(info, dict) else asdict(info)), packed=True
+    )
+    ipc_engine.IPCWeightTransferEngine.trainer_send_weights(iter(trainer.weights.items()), arguments)
+    client.finish_weight_update()
+
+
+def measure(bench: Bench, shape: dict[str, int]) -> None:
+    """Run everything: the engine that shares first, then the one that gets copies."""
+    world = bench.world
+    config = Qwen2Config(**shape, tie_word_embeddings=True, eos_token_id=0, pad_token_id=0, bos_token_id=None)
+    config.architectures = ["Qwen2ForCausalLM"]
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    with torch.device(world.device):
+        model = Qwen2ForCausalLM(config).to(dtype).requires_grad_(False)
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        flat = FlatWeights(model, world)
+        trainer = Trainer(model=model)
+        bench_floor(bench, trainer)
+
+        def alias(settings: SyncConfig) -> AliasSync:
+            return AliasSync(trainer, engine, settings, world.device, Timeline(), flat=flat)
+
+        def copy(num_bytes: int) -> Callable[[SyncConfig], CopySync]:
+            def make(settings: SyncConfig) -> CopySync:
+                settings = SyncConfig(num_verified=settings.num_verified, bucket_bytes=num_bytes)
+                return CopySync(trainer, engine, settings, world.device, Timeline())
+
+            return make
+
+        engine = start(folder, world, shared=flat.share())
+        bench_ours(bench, trainer, engine, alias, "alias")
+        engine.close()
+        engine = start(folder, world)
+        bench_ours(bench, trainer, engine, copy(1 << 30), "copy, bucket of 1 GiB")
+        bench_ours(bench, trainer, engine, copy(1 << 40), "copy, bucket of the model")
+        if world.device.type == "cuda":
+            bench_handles(bench, trainer, engine)
+        engine.close()
+        if world.device.type == "cuda":
+            bench_packed(bench, trainer, folder)
+
+
+def main() -> None:
+    """Parse the command line, measure, write, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tiny", action="store_true", help="two layers")
+    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    args = parser.parse_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    world = join_world()
+    if world.device.type != args.device:
+        parser.error(f"--device {args.device}: this machine has {world.device.type}")
+    bench = Bench(world=world, repeats=args.repeats)
+    measure(bench, TINY if args.tiny else SHAPE)
+    import vllm
+
+    card = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    args.out.mkdir(parents=True, exist_ok=True)
+    with (args.out / "sync.csv").open("w", newline="") as file:
+        file.write(f"# device {card}, torch {torch.__version__}, vllm {vllm.__version__}\n")
+        writer = csv.DictWriter(file, list(Row.__dataclass_fields__), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in bench.rows)
+    print(f"\n{'way':45} {'first ms':>10} {'ms':>10} {'floors':>8}")
+    for row in bench.rows:
+        print(f"{row.way:45} {row.first_ms:10.2f} {row.ms:10.3f} {row.floors:8.2f}")
+    for line in bench.missing:
+        print("did not run:", line)
+
+
+if __name__ == "__main__":
+    main()
