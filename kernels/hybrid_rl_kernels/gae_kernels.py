@@ -148,9 +148,15 @@ def hybrid_rl_gae_kernel(
             own_count, own_mean, own_squares = _moments(advantage, is_sampled)
             count, mean, squares = _merge_moments(count, mean, squares, own_count, own_mean, own_squares)
     if moments_ptr is not None:
-        tl.store(moments_ptr + 3 * row, count)
-        tl.store(moments_ptr + 3 * row + 1, mean)
-        tl.store(moments_ptr + 3 * row + 2, squares)
+        _store_moments(moments_ptr + 3 * row, count, mean, squares)
+
+
+@triton.jit
+def _store_moments(ptr, count, mean, squares):
+    """Write number, mean and sum of squared deviations."""
+    tl.store(ptr, count)
+    tl.store(ptr + 1, mean)
+    tl.store(ptr + 2, squares)
 
 
 @triton.jit
@@ -171,9 +177,7 @@ def hybrid_rl_moments_kernel(moments_ptr, merged_ptr, num_parts, BLOCK: tl.const
         distance = tl.load(moments_ptr + 3 * part + 1, mask=part < num_parts, other=0).to(tl.float64) - mean
         squares += tl.load(moments_ptr + 3 * part + 2, mask=part < num_parts, other=0).to(tl.float64)
         squares += own * distance * distance
-    tl.store(merged_ptr, all_count)
-    tl.store(merged_ptr + 1, mean)
-    tl.store(merged_ptr + 2, tl.sum(squares, axis=0))
+    _store_moments(merged_ptr, all_count, mean, tl.sum(squares, axis=0))
 
 
 @triton.jit
