@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ SAMPLED = Sampling(temperature=1.0, max_tokens=32, stop_token_ids=(0,))
 MIB = 1 << 20
 
 
-def make_config(small: Path, run_dir: Path) -> Config:
+def make_config(small: Path, run_dir: Path, swap: Literal["vmm", "deepspeed"]) -> Config:
     return validate(
         Config(
             run=RunConfig(name="gpu", dir=str(run_dir), num_steps=6, eval_every_steps=0, resume="never"),
@@ -46,19 +47,21 @@ def make_config(small: Path, run_dir: Path) -> Config:
                 actor=OptimizerConfig(lr=1e-4),
                 critic=OptimizerConfig(lr=1e-4),
             ),
-            memory=MemoryConfig(swap="deepspeed"),
+            memory=MemoryConfig(swap=swap),
             checkpoint=CheckpointConfig(every_steps=0),
         )
     )
 
 
-@pytest.fixture(scope="module")
-def finished(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+@pytest.fixture(scope="module", params=["vmm", "deepspeed"])
+def finished(
+    small: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, object]:
     """What a run of six steps left: its folder, and what its engine generates after the last hand-over."""
     from hybrid_rl.build import build
     from hybrid_rl.trainer import RESIDENCY, loop
 
-    config = make_config(small, tmp_path_factory.mktemp("runs"))
+    config = make_config(small, tmp_path_factory.mktemp("runs"), request.param)
     run = build(config, RESIDENCY)
     prompts = [prompt.token_ids for prompt in run.data.loader.next_batch()[:16]]
     try:
@@ -124,6 +127,6 @@ def test_swapping_really_frees_the_device(finished: dict) -> None:
     row = metrics(finished)[-1]
     assert row["memory/score_bytes"] < row["memory/rollout_bytes"] - 1900 * MIB  # the KV cache of 2 GiB is gone
     events = json.loads((finished["dir"] / "timeline.json").read_text())["traceEvents"]
-    moved = [e["args"] for e in events if e.get("name") in ("release actor_states", "restore actor_states")]
+    moved = [e["args"] for e in events if "actor_states" in e.get("name", "")]  # exchanged for the critic's, too
     assert len(moved) >= 10 and all(args["bytes"] > 1 << 30 for args in moved)
     print("actor states, GB/s:", [args["GB_per_s"] for args in moved])
