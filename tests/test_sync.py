@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from hybrid_rl.batch import Prompt, Rollout, make_train_batch, pack
-from hybrid_rl.bucket import checksum, open_shared
+from hybrid_rl.bucket import SharedWeights, checksum, open_shared
 from hybrid_rl.config import ModelsConfig, OptimizerConfig, SyncConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import Sampling
 from hybrid_rl.engines.deepspeed import TrainEngine
+from hybrid_rl.engines.flat import FlatWeights
 from hybrid_rl.engines.hf import HfEngine
 from hybrid_rl.metrics import Timeline
 from hybrid_rl.models import load_actor, packed_inputs
-from hybrid_rl.sync import CopySync, SyncError
+from hybrid_rl.sync import AliasSync, CopySync, SyncError
 
 CPU = torch.device("cpu")
 VICTIM = "model.layers.1.mlp.up_proj.weight"
@@ -54,9 +55,9 @@ def step(trainer: TrainEngine) -> None:
 class Engine(HfEngine):
     """The oracle, started with other weights than the trainer's, which writes down what it is told."""
 
-    def __init__(self, model: Path) -> None:
-        super().__init__(str(model), dtype=torch.float32, device=CPU)
-        for parameter in self._parameters.values():
+    def __init__(self, model: Path, **shared: SharedWeights) -> None:
+        super().__init__(str(model), dtype=torch.float32, device=CPU, **shared)
+        for parameter in self._parameters.values() if not shared else []:
             parameter.mul_(0.5)
         self.calls: list[str] = []
         self.bucket_nbytes = 0
@@ -79,6 +80,17 @@ class Engine(HfEngine):
         self.calls.append("checksums")
         self.verified = list(names)
         return super().checksums(names)
+
+
+@pytest.fixture
+def sharing(tiny: Path, world: World) -> tuple[TrainEngine, Engine, AliasSync]:
+    """A trainer and an engine that computes with its weights."""
+    actor = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
+    flat = FlatWeights(actor.model, world)
+    engine = Engine(tiny / "policy", shared=flat.share())
+    trainer = TrainEngine(actor, OptimizerConfig(lr=1e-3), zero_stage=2, total_steps=9, world=world, flat=flat)
+    sync = AliasSync(trainer, engine, SyncConfig(num_verified=7), CPU, Timeline(), flat=flat)
+    return trainer, engine, sync
 
 
 def make_sync(trainer: TrainEngine, engine: Engine, *, num_verified: int = 8, cap: int = CAP) -> CopySync:
@@ -260,3 +272,47 @@ def test_engine_parameter_without_a_source_is_named(tiny, trainer):
     engine._parameters["model.extra.weight"] = torch.ones(3)
     with pytest.raises(RuntimeError, match=r"engine parameter model\.extra\.weight: nothing comes from the trainer"):
         make_sync(trainer, engine).push()
+
+
+# The engine that shares
+
+
+def test_engine_that_shares_follows_without_a_push(sharing):
+    trainer, engine, sync = sharing
+    with pytest.raises(RuntimeError, match="push the trainer's first"):
+        engine.generate([[5, 9]], Sampling(temperature=0.0, max_tokens=3, stop_token_ids=()), None)
+    before = [p.clone() for p in engine._parameters.values()]
+    report = sync.push()
+    assert (report.version, report.num_bytes, report.num_verified) == (1, 0, 20)
+    step(trainer)
+    assert same_weights(trainer, engine)
+    assert all(not torch.equal(p, old) for p, old in zip(engine._parameters.values(), before, strict=True))
+    assert sync.push().num_verified == 7
+    assert engine.calls == ["finish", "checksums", "checksums", "finish", "checksums"]
+
+
+def test_tied_head_is_shared_once(sharing):
+    _, engine, _ = sharing
+    head, embedding = engine._model.lm_head.weight, engine._model.model.embed_tokens.weight
+    assert head.data_ptr() == embedding.data_ptr()
+
+
+def test_weight_that_left_the_buffer_is_named(sharing):
+    trainer, _, sync = sharing
+    sync.push()
+    parameter = trainer.model.get_parameter(VICTIM)
+    parameter.data = parameter.data.clone()
+    with pytest.raises(
+        SyncError, match=re.escape(f"trainer tensor {VICTIM} has left the buffer that the engine shares")
+    ):
+        sync.push()
+
+
+def test_engine_that_turned_to_a_copy_is_named_within_one_rotation(sharing):
+    trainer, engine, sync = sharing
+    sync.push()
+    engine._parameters[VICTIM].data = engine._parameters[VICTIM].data.clone()
+    step(trainer)
+    with pytest.raises(SyncError, match=re.escape(f"tensor {VICTIM} differs")):
+        for _ in range(3):  # 20 tensors, 7 at a time
+            sync.push()

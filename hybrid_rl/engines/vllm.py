@@ -258,3 +258,5 @@ class VllmEngine:
         queues: set[str] = set().union(*map(pickle.loads, self._llm.collective_rpc("hybrid_close_bucket")))
         self._llm.llm_engine.engine_core.shutdown(timeout=60.0)  # by default it is killed after 5 s
         remove_shared_memory(queues)
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()  # what the engine had open may be freed from now on
