@@ -260,7 +260,8 @@ class UpdateConfig:
     correction_high: float = 2.0
     """Upper bound of that weight."""
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
-    """rollout takes the engine's log-probs as the old policy's and saves a forward; `correction` is then none."""
+    """rollout takes the engine's log-probs as the old policy's and saves a forward, of all but a probe of 8 responses;
+    `correction` is then none."""
     mask_truncated: bool = False
     """Truncated responses keep their part in baselines but not in the losses."""
     value_clip: float | None = 0.5

@@ -10,7 +10,7 @@ from hybrid_rl import checkpoint, rollout, update
 from hybrid_rl import judge as judging
 from hybrid_rl import score as scoring
 from hybrid_rl.average import MovingReference
-from hybrid_rl.batch import Prompt, Rollout, TrainBatch
+from hybrid_rl.batch import Prompt, Rollout, TrainBatch, make_train_batch
 from hybrid_rl.build import Run
 from hybrid_rl.judge import Scored
 from hybrid_rl.models import choose_dtype
@@ -18,6 +18,7 @@ from hybrid_rl.rewards import ScorerPool
 
 Metrics = dict[str, float]
 T = TypeVar("T")
+PROBED_RESPONSES = 8  # of each rank, whose log-probs trainer and engine compare where the trainer would compute none
 
 
 def once(run: Run, step: int, name: str, compute: Callable[[], T]) -> T:
@@ -103,12 +104,13 @@ def score(run: Run, scored: Scored) -> tuple[TrainBatch, Metrics, Metrics]:
         scored, config.reward, max_response_tokens=max_tokens, world=world, normalizer=run.normalizer
     )
     metrics: Metrics = {}
-    if config.update.old_logprobs == "rollout":
-        batch = batch.with_fields(old_logprobs=batch.rollout_logprobs)
-    else:
-        old_logprobs = scoring.token_logprobs(actor.forward, batch, packing, temperature=temperature)
-        batch = batch.with_fields(old_logprobs=old_logprobs)
-        metrics["rollout/logprob_gap"] = scoring.check_logprob_gap(batch, limit=max_logprob_gap(run), world=world)
+    is_given = config.update.old_logprobs == "rollout"
+    probe = make_train_batch(scored.rollouts[:PROBED_RESPONSES]) if is_given else batch
+    probe = probe.with_fields(
+        old_logprobs=scoring.token_logprobs(actor.forward, probe, packing, temperature=temperature)
+    )
+    metrics["rollout/logprob_gap"] = scoring.check_logprob_gap(probe, limit=max_logprob_gap(run), world=world)
+    batch = batch.with_fields(old_logprobs=batch.rollout_logprobs if is_given else probe.old_logprobs)
     if run.reference:
         ref_logprobs = scoring.token_logprobs(run.reference, batch, packing, temperature=temperature)
         batch = batch.with_fields(ref_logprobs=ref_logprobs)

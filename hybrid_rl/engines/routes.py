@@ -80,7 +80,7 @@ class CopyRecorder(TorchDispatchMode):
             return None
         clone, cloned = self._rearranged[address]
         size = clone.stride(0)
-        first, is_between = divmod(source.storage_offset() - clone.storage_offset(), size)
+        first, is_between = divmod(int(source.storage_offset()) - int(clone.storage_offset()), size)
         count, has_part = divmod(source.numel(), size)
         if is_between or has_part:
             return None

@@ -11,13 +11,14 @@ import torch
 from hybrid_rl import trainer
 from hybrid_rl.batch import Prompt, Rollout, make_train_batch, pack
 from hybrid_rl.build import Run, build
-from hybrid_rl.config import Config, SyncConfig
+from hybrid_rl.config import Config, OptimizerConfig, SyncConfig
 from hybrid_rl.engines import Generation, Sampling
+from hybrid_rl.engines.hf import HfEngine
 from hybrid_rl.engines.vllm import VllmEngine
 from hybrid_rl.memory import Phase
 from hybrid_rl.metrics import Timeline
 from hybrid_rl.models import packed_inputs
-from hybrid_rl.score import Packing, token_logprobs
+from hybrid_rl.score import LogprobGapError, Packing, token_logprobs
 from hybrid_rl.sync import AliasSync, CopySync, SyncError
 
 CPU = torch.device("cpu")
@@ -61,7 +62,7 @@ class Pair:
         self.run.actor.step()
 
     def generate(self, engine: VllmEngine) -> list[Generation]:
-        """Answer the prompts one by one: which of several share a batch, and so how they round, depends on the clock."""
+        """Answer one by one: which prompts share a batch depends on the clock, and how they round depends on that."""
         prompts = [prompt.token_ids for prompt in self.run.data.eval_prompts]
         return [engine.generate([ids], SAMPLED, [row])[0] for row, ids in enumerate(prompts)]
 
@@ -255,3 +256,26 @@ def test_engine_that_dropped_its_copies_refuses(pair: Pair):
         pair.generate(pair.copy_engine)
     pair.copies.push()
     assert pair.generate(pair.copy_engine) == pair.generate(pair.run.engine)
+
+
+@pytest.mark.parametrize("old_logprobs", ["trainer", "rollout"])
+def test_engine_that_goes_on_with_old_weights_stops_the_run(
+    make_config: Callable[..., Config], train_here: Callable[[Config], Any], tmp_path, monkeypatch, old_logprobs: str
+):
+    """The probe is independent of checksums, which are off here, and takes place whoever's log-probs are trained on."""
+    settings = {
+        "update": {"old_logprobs": old_logprobs, "actor": OptimizerConfig(lr=0.05)},
+        "sync": {"mode": "copy", "num_verified": 0},
+    }
+    rows = train_here(make_config(tmp_path / "good", **settings)).metrics
+    assert len(rows) == 2 and all(row["rollout/logprob_gap"] < 1e-5 for row in rows)
+    receive = HfEngine.receive
+
+    def receive_once(self: HfEngine, index: int) -> None:
+        if self.weights_version == 0:
+            receive(self, index)
+        self._weights_valid = True
+
+    monkeypatch.setattr(HfEngine, "receive", receive_once)
+    with pytest.raises(LogprobGapError, match="the engine does not run the trainer's weights"):
+        train_here(make_config(tmp_path / "bad", **settings))
