@@ -93,6 +93,7 @@ vmm::Driver make() {
   d.synchronize = [] {
     Lock lock(state.mutex);
     for (Stream& stream : state.streams) run(stream, stream.work.size());
+    state.log.push_back("synchronize");
     return fault("synchronize");
   };
   d.memory_info = [](size_t* free, size_t* total) {

@@ -14,7 +14,7 @@ void reset(size_t capacity);
 size_t used();                                        // bytes of physical memory
 size_t pinned();                                      // bytes of registered host memory
 void fail(const std::string& call, int after, int code);  // the call after so many good ones, once
-std::vector<std::string> take_log();                  // copies as they happen, maps and unmaps
+std::vector<std::string> take_log();                  // copies as they happen, maps, unmaps, waiting for all
 
 }  // namespace fake
 

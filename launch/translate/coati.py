@@ -283,7 +283,7 @@ TRAIN_PPO_RULES = {
     "ptx.coef": lambda c: _ptx(c, c["ptx_coef"]),
     "ptx.batch_size": lambda c: _ptx(c, c["ptx_batch_size"] * c["accumulation_steps"] * _num_data_parallel(c)),
     "ptx.max_tokens": lambda c: _ptx(c, c["max_length"]),
-    "memory.swap": lambda c: "deepspeed" if _zero_stage(c) else "off",
+    "memory.swap": lambda c: "auto" if _zero_stage(c) else "off",
 }
 
 PROGRAM = Program(

@@ -140,7 +140,7 @@ RULES = {
     "update.critic.lr": lambda c: 5e-6,
     "update.actor.betas": lambda c: [0.9, 0.999],
     "update.critic.betas": lambda c: [0.9, 0.999],
-    "memory.swap": lambda c: "deepspeed" if c["strategy"] != "ddp" else "off",
+    "memory.swap": lambda c: "auto" if c["strategy"] != "ddp" else "off",
     "checkpoint.every_steps": lambda c: _num_steps(c) if c["need_optim_ckpt"] else 0,
 }
 

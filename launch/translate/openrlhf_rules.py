@@ -63,7 +63,7 @@ def is_old(c: Command, name: str) -> bool:
 
 def _swap(c: Command) -> str:
     all_stay = is_colocated(c) and not (c["ds.enable_sleep"] or c["vllm.enable_sleep"])
-    return "off" if all_stay or c["ds.zero_stage"] == 0 else "deepspeed"
+    return "off" if all_stay or c["ds.zero_stage"] == 0 else "auto"
 
 
 def _reward_function(c: Command) -> str:
