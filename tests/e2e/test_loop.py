@@ -128,7 +128,8 @@ def live(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFa
             patch.setattr(run.sync, "push", watched_push)
             patch.setattr(run.recorder, "step", watched_write)
             trainer.loop(run)
-        live.greedy, live.sampled = live.generate(0.0), live.generate(1.0)
+        with run.memory.phase(Phase.ROLLOUT):  # the run ended in SYNC, with the export
+            live.greedy, live.sampled = live.generate(0.0), live.generate(1.0)
         yield live
     finally:
         live.close()
@@ -360,7 +361,7 @@ def test_timeline_is_a_trace_with_the_phases_in_order(live: Live):
     spans = [event for event in events if event["ph"] == "X"]
     assert all(event["dur"] >= 0 and {"name", "cat", "ts", "pid", "tid"} <= event.keys() for event in spans)
     phases = sorted((event for event in spans if event["name"] in PHASES), key=lambda event: event["ts"])
-    expected = [(step, name) for step in (1, 2) for name in PHASES] + [(3, "sync"), (3, "rollout")]
+    expected = [(step, name) for step in (1, 2) for name in PHASES] + [(3, "sync"), (3, "rollout"), (3, "sync")]
     # Judging and scoring are two visits of the same phase: dynamic filtering may sample again in between.
     assert [place for place, _ in itertools.groupby((e["args"]["step"], e["name"]) for e in phases)] == expected
     for one, next_one in itertools.pairwise(phases):
