@@ -30,8 +30,8 @@ ENGINE_BATCH_TOKENS = 8192
 """vLLM's max_num_batched_tokens for an LLM on an 80 GB card; its prefill computes so many at once."""
 KV_BLOCK_TOKENS = 16
 """vLLM's default block size on a GPU."""
-CHECKSUM_BYTES = 5 * (128 << 20)
-"""bucket.checksum: five int64 temporaries of 2^24 elements, counted in its source."""
+CHECKSUM_BYTES = 72 << 20
+"""bucket.checksums: products of 8 rows of 2^20 int64, and a row of factors that stays; counted in its source."""
 DEEPSPEED_LEFTOVER = 0.54
 """DESIGN section 8: of 20.1 GiB that DeepSpeed's ZeRO-2 offload gave up, 10.8 stayed cached as fragments."""
 
