@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from hybrid_rl.metrics import Timeline
+from hybrid_rl_kernels.vmm_pool import released_bytes
 
 OWN_CONTEXT_BYTES = 1 << 30
 """At most what this process itself holds before it loads anything: an estimate, to tell it from what others hold."""
@@ -67,7 +68,8 @@ class DeviceMemory:
     def _measure(self) -> int:
         free, total = torch.cuda.mem_get_info(self._device)
         used = total - free
-        self._timeline.counter("device_memory", used=used, trainer=torch.cuda.memory_reserved(self._device))
+        reserved = torch.cuda.memory_reserved(self._device) - released_bytes()
+        self._timeline.counter("device_memory", used=used, trainer=reserved)
         by_process = used_by_process(self._device)
         if by_process:
             trainer = by_process.pop(os.getpid())

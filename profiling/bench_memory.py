@@ -29,7 +29,7 @@ from hybrid_rl.distributed import join_world
 from hybrid_rl.engines.deepspeed import StatesTenant, TrainEngine
 from hybrid_rl.memory import PooledTenant, Tenant
 from hybrid_rl.tenants import Tenants
-from hybrid_rl_kernels.vmm_pool import Region, VmmPool, pool_of
+from hybrid_rl_kernels.vmm_pool import Region, VmmPool, pool_of, released_bytes
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -211,8 +211,7 @@ def left_over(parts: dict[str, Tenant]) -> Iterator[Row]:
         tenant.release()
     gc.collect()
     torch.cuda.empty_cache()
-    pooled = sum(tenant.kept.num_bytes for tenant in parts.values() if isinstance(tenant, PooledTenant))
-    reserved = torch.cuda.memory_reserved() - pooled  # PyTorch counts addresses of the pool, too
+    reserved = torch.cuda.memory_reserved() - released_bytes()
     free, total = torch.cuda.mem_get_info()
     used = (total - free) / GIB
     yield Row(what="left on the device, contexts included", provider="VmmPool", gib=used, ms=float("nan"))

@@ -96,6 +96,10 @@ int vmm_resident(const char* tag, int* resident, size_t* bytes) {
   });
 }
 
+int vmm_released(size_t* bytes) {
+  return guarded([&] { *bytes = pool().released_bytes(); });
+}
+
 int vmm_host(void* address, void** host) {
   return guarded([&] { *host = pool().host(reinterpret_cast<vmm::Address>(address)); });
 }

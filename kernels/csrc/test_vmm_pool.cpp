@@ -68,7 +68,8 @@ void contents_and_addresses_return() {
   for (int cycle = 0; cycle < 3; ++cycle) {
     CHECK(house.release("states").out == 12 * kMib);
     CHECK(fake::used() == 0 && !house.pool.resident("states") && fake::pinned() == 12 * kMib);
-    CHECK(house.restore("states").in == 12 * kMib);
+    CHECK(house.pool.released_bytes() == 12 * kMib);
+    CHECK(house.restore("states").in == 12 * kMib && house.pool.released_bytes() == 0);
     CHECK(holds(first, 10 * kMib, cycle ? 20 + cycle : 1) && house.pool.resident("states"));
     fill(first, 10 * kMib, 21 + cycle);
     fill(second, 2 * kMib, 9);

@@ -307,6 +307,14 @@ size_t Pool::bytes(const std::string& tag) {
   return size(chunks(&find(tag, "bytes")));
 }
 
+size_t Pool::released_bytes() {
+  std::lock_guard lock(mutex_);
+  size_t total = 0;
+  for (auto& [tag, region] : regions_)
+    if (!region.resident) total += size(chunks(&region));
+  return total;
+}
+
 void* Pool::host(Address address) {
   std::lock_guard lock(mutex_);
   auto after = owners_.upper_bound(address);

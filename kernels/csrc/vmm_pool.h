@@ -63,6 +63,8 @@ class Pool {
 
   bool resident(const std::string& tag);
   size_t bytes(const std::string& tag);
+  // Of all released regions: addresses without memory.
+  size_t released_bytes();
   // The host copy of an address, contiguous to the end of its block.
   void* host(Address address);
 
@@ -125,6 +127,7 @@ void vmm_free(void* address, size_t bytes, int device, void* stream);
 int vmm_move(const char* out, const char* in, size_t* bytes_out, size_t* bytes_in);
 int vmm_invalidate(const char* tag);
 int vmm_resident(const char* tag, int* resident, size_t* bytes);
+int vmm_released(size_t* bytes);
 int vmm_host(void* address, void** host);
 const char* vmm_error(int* status, size_t* wanted, size_t* free);  // of the last call of this thread that failed
 }

@@ -17,7 +17,7 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -61,6 +61,9 @@ def why_unavailable() -> str:
 class VmmPool:
     """The pool of one device; a process has one."""
 
+    started: ClassVar[list["VmmPool"]] = []
+    """None or one, but for tests that load a second library."""
+
     def __init__(
         self, device: torch.device | int = 0, *, chunk_bytes: int = CHUNK_BYTES, library: Path | None = None
     ) -> None:
@@ -84,6 +87,7 @@ class VmmPool:
         self._names: dict[str, Iterator[int]] = {}
         self._allocator: Any = None
         self._check(self._library.vmm_start(self.device.index or 0, ctypes.c_size_t(chunk_bytes)))
+        self.started.append(self)
 
     def region(self, name: str, *, policy: Policy = "copy") -> "Region":
         """Return a new region; a name that was used before gets a number.
@@ -133,6 +137,16 @@ class VmmPool:
 def pool_of(device: torch.device) -> VmmPool:
     """Return the pool of this process, started at the first call; see VmmPool."""
     return VmmPool(device)
+
+
+def released_bytes() -> int:
+    """Return the bytes that PyTorch still counts as reserved although their memory is given back."""
+    total = 0
+    for pool in VmmPool.started:
+        size = ctypes.c_size_t()
+        pool._check(pool._library.vmm_released(ctypes.byref(size)))
+        total += size.value
+    return total
 
 
 class Region:

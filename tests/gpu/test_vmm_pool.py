@@ -13,7 +13,7 @@ from torch import Tensor
 from hybrid_rl.batch import Prompt, Rollout, make_train_batch, pack
 from hybrid_rl.config import Config, MemoryConfig, ModelsConfig, OptimizerConfig
 from hybrid_rl.memory import PooledModule, PooledTenant, rehome
-from hybrid_rl_kernels.vmm_pool import Region, VmmOutOfMemoryError, VmmPool, pool_of, why_unavailable
+from hybrid_rl_kernels.vmm_pool import Region, VmmOutOfMemoryError, VmmPool, pool_of, released_bytes, why_unavailable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -53,8 +53,11 @@ def test_contents_addresses_and_physical_memory(pool: VmmPool, policy: str, copi
     (large, expected), (small, _) = filled(region, SIZE, 1), filled(region, 1000, 2)
     address, taken = large.data_ptr(), region.num_bytes
     assert taken >= SIZE + 1000 and before - free_bytes() == pytest.approx(taken, abs=8 * MIB)
+    reserved = torch.cuda.memory_reserved()
     for expected_copy in copied:
+        away = released_bytes()
         assert region.release() == expected_copy * taken
+        assert released_bytes() - away == taken and torch.cuda.memory_reserved() == reserved
         assert free_bytes() == pytest.approx(before, abs=8 * MIB) and not region.is_resident
         assert region.restore() == (taken if policy != "drop" else 0)
         assert large.data_ptr() == address and region.is_resident

@@ -90,14 +90,14 @@ def test_bytes_and_contents_by_policy(pool, policy, moved):
     region = pool.region("states", policy=policy)
     tensor = tensor_in(region, 6 * MIB)
     tensor.copy_(torch.arange(tensor.numel()))
-    before, address = tensor.clone(), tensor.data_ptr()
+    before, address, elsewhere = tensor.clone(), tensor.data_ptr(), vmm_pool.released_bytes()
     assert region.num_bytes == 6 * MIB
     found = []
     for _ in range(2):
         found.append(region.release())
-        assert not region.is_resident
+        assert not region.is_resident and vmm_pool.released_bytes() - elsewhere == 6 * MIB
         found.append(region.restore())
-        assert region.is_resident and tensor.data_ptr() == address
+        assert region.is_resident and tensor.data_ptr() == address and vmm_pool.released_bytes() == elsewhere
         if policy != "drop":
             assert torch.equal(tensor, before)
     assert found == [n * MIB for n in moved]
