@@ -1,4 +1,4 @@
-"""Where tensors go in an engine's parameters, on a small model with load_weights as vLLM's have."""
+"""Tensors that an engine rearranges while it loads them, on a small model with load_weights as vLLM's have."""
 
 import pytest
 import torch
@@ -21,7 +21,9 @@ class Attention(nn.Module):
     def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
         for _, weight in weights:
             sorted_heads = weight.view(HEADS, 3, SIZE, HIDDEN).transpose(0, 1).reshape(weight.shape)
-            self.qkv.copy_(2 * sorted_heads if self.doubled else sorted_heads)
+            for part in range(3):  # as vLLM does, q, k and v one after the other
+                rows = slice(part * HEADS * SIZE, (part + 1) * HEADS * SIZE)
+                self.qkv[rows].copy_((2 * sorted_heads if self.doubled else sorted_heads)[rows])
 
 
 def make(model: Attention) -> tuple[Tensor, Routes, Slot]:
@@ -51,12 +53,13 @@ def test_the_checksum_is_of_the_trainers_tensor_in_the_engines_order():
     weight, routes, slot = make(model)
     weight.copy_(torch.randn(weight.shape))
     routes.record(slot, copies=True)
-    ((region, total),) = routes.checksums(["qkv"])["qkv"]
-    size, stride, offset = region
-    sent = weight.flatten().as_strided(size, stride, weight.storage_offset() + offset)
-    assert torch.equal(sent.reshape(weight.shape), model.qkv)
+    before = routes.checksums(["qkv"])["qkv"]
+    for part, (region, _) in enumerate(before):
+        size, stride, offset = region
+        sent = weight.flatten().as_strided(size, stride, weight.storage_offset() + offset)
+        assert torch.equal(sent.reshape(HEADS * SIZE, HIDDEN), model.qkv[4 * part : 4 * part + 4])
     model.qkv[5, 1] += 1
-    assert routes.checksums(["qkv"])["qkv"][0] != (region, total)
+    assert [a == b for a, b in zip(before, routes.checksums(["qkv"])["qkv"], strict=True)] == [True, False, True]
 
 
 def test_a_rearranged_tensor_cannot_be_shared_in_place():
