@@ -172,9 +172,9 @@ def read_shapes(config: Config) -> Shapes:
     needs_reference = config.has_reference and not config.shares_reference
     return Shapes(
         actor=read_shape(paths.actor, field="models.actor", is_policy=True),
+        reward=read_shape(paths.reward, field="models.reward", is_policy=False) if paths.reward else None,
         critic=read_shape(critic, field="models.critic", is_policy=False) if config.has_critic else None,
         reference=read_shape(reference, field="models.reference", is_policy=True) if needs_reference else None,
-        reward=read_shape(paths.reward, field="models.reward", is_policy=False) if paths.reward else None,
     )
 
 
