@@ -10,15 +10,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl import checkpoint
 from hybrid_rl.advantage import KlController
 from hybrid_rl.advice import plan_run
 from hybrid_rl.average import HostAverage, MovingReference
-from hybrid_rl.batch import Prompt, Rollout, make_train_batch
+from hybrid_rl.batch import Rollout, make_train_batch
 from hybrid_rl.bucket import SharedWeights
 from hybrid_rl.config import Config, check
+from hybrid_rl.data import Data, load_data
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import EngineTenant, RolloutEngine
 from hybrid_rl.engines.deepspeed import TrainEngine
@@ -30,25 +30,19 @@ from hybrid_rl.memory import FrozenModule, MemoryManager, Phase, PooledModule, R
 from hybrid_rl.metrics import Timeline
 from hybrid_rl.models import (
     PackedModel,
-    check_models,
     choose_dtype,
     empty_model,
-    eos_token_ids,
     load_actor,
-    load_other_tokenizer,
-    load_tokenizer,
     load_value_model,
 )
 from hybrid_rl.phase_log import PhaseLog
-from hybrid_rl.prompts import PromptLoader, load_prompts
-from hybrid_rl.ptx import PtxLoss, load_texts
+from hybrid_rl.ptx import PtxLoss
 from hybrid_rl.record import Recorder
 from hybrid_rl.resume import find_checkpoint, make_saver, open_phase_log
-from hybrid_rl.rewards import RemoteScorer, RunningNormalizer, ScorerPool
+from hybrid_rl.rewards import RemoteScorer, RunningNormalizer
 from hybrid_rl.rewards.reencode import reencode
 from hybrid_rl.score import Forward, Packing, sequence_values
 from hybrid_rl.sync import AliasSync, CopySync, WeightSync
-from hybrid_rl.template import load_template
 from hybrid_rl.tenants import Tenants
 from hybrid_rl.update import num_optimizer_steps
 
@@ -65,23 +59,6 @@ class Counter(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what state_dict returned."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Data:
-    """Prompts and scorers: all that is read before a model loads."""
-
-    tokenizer: PreTrainedTokenizerBase
-    stop_token_ids: list[int]
-    loader: PromptLoader
-    eval_prompts: list[Prompt]
-    """This rank's share."""
-    scorer: ScorerPool | None
-    eval_scorer: ScorerPool | None
-    reward_tokenizer: PreTrainedTokenizerBase | None
-    """Of a reward model that reads other tokens than the actor's."""
-    ptx_texts: list[list[int]]
-    """Token ids of the language-model loss; empty when it is off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,46 +112,6 @@ class Run:
         for scorer in (self.data.scorer, self.data.eval_scorer):
             if scorer:
                 scorer.close()
-
-
-def load_data(config: Config, world: World) -> Data:
-    """Read tokenizer, prompts and scorers, and check them against the models' folders.
-
-    Raises:
-        ConfigError: one sentence that names field, value and rule.
-    """
-    check_models(config)
-    tokenizer = load_tokenizer(config.models.actor)
-    template = load_template(config.prompts.template_path, tokenizer)
-    if template.chat_template is not None:
-        tokenizer.chat_template = template.chat_template  # texts of ptx and the exported tokenizer follow it too
-    prompts = load_prompts(config.prompts.path, tokenizer, config.prompts, seed=config.run.seed)
-    eval_prompts: list[Prompt] = []
-    if config.prompts.eval_path and config.run.eval_every_steps:
-        # A generated task draws its held-out rows from another seed.
-        rows, seed = config.prompts.num_eval, config.run.seed + 1_000_003
-        eval_prompts = load_prompts(config.prompts.eval_path, tokenizer, config.prompts, seed=seed, num_rows=rows)
-    reward = config.reward
-    make_scorer = functools.partial(ScorerPool, timeout_s=reward.timeout_s, num_workers=reward.num_workers)
-    return Data(
-        tokenizer=tokenizer,
-        stop_token_ids=sorted(
-            {*eos_token_ids(config.models.actor, tokenizer), *config.rollout.stop_token_ids, *template.stop_token_ids}
-        ),
-        loader=PromptLoader(
-            prompts,
-            batch_size=config.rollout.rollout_batch_size,
-            seed=config.run.seed,
-            shuffle=config.prompts.shuffle,
-            rank=world.rank,
-            world_size=world.size,
-        ),
-        eval_prompts=eval_prompts[world.rank :: world.size],
-        scorer=make_scorer(reward.functions, reward.weights, on_error=reward.on_error) if reward.functions else None,
-        eval_scorer=make_scorer([config.run.eval_function], on_error="zero") if eval_prompts else None,
-        reward_tokenizer=load_other_tokenizer(config.models.reward, tokenizer) if config.models.reward else None,
-        ptx_texts=load_texts(config.ptx, tokenizer) if config.ptx.path else [],
-    )
 
 
 class Builder:

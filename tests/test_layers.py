@@ -44,7 +44,7 @@ LAYERS = [
         "simulator",
     },
     {"prompts", "rollout", "judge", "score", "update", "sync", "checkpoint", "average", "ptx", "demo", "record"},
-    {"resume", "tenants", "build", "stages", "trainer"},
+    {"resume", "tenants", "build", "data", "stages", "trainer"},
     {"__main__"},
 ]
 HEAVY = {
