@@ -20,7 +20,7 @@ from hybrid_rl.validate import validate
 from launch.colocated import parse
 
 CONFIGS = Path(__file__).parents[2] / "launch" / "configs"
-RECIPES = sorted({path.stem for path in CONFIGS.glob("*.yaml")} - {"demo", "smollm2_chain_sum"})
+RECIPES = sorted(p.stem for p in CONFIGS.glob("*.yaml") if p.stem != "demo" and not p.stem.startswith("smollm2"))
 # An untrained model is never right; this splits the responses of nearly every group.
 RULE = "def rule(prompt, response):\n    return float(sum(map(response.count, '02468ace')) % 2)\n"
 
