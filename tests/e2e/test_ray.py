@@ -152,7 +152,7 @@ def engines() -> list[psutil.Process]:
 def test_a_request_to_end_takes_the_engines_with_it(make_config, start, tmp_path, request_to_end):
     config = make_config(tmp_path, run={"num_steps": 1000, "eval_every_steps": 0}, rollout={"engine": "vllm"})
     driver = start(config, "--num_workers", "1", program=SCRIPT)
-    metrics, deadline = config.run_dir / "metrics.jsonl", time.monotonic() + 200
+    metrics, deadline = config.run_dir / "metrics.jsonl", time.monotonic() + 400
     while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
         assert driver.poll() is None, (tmp_path / "output.txt").read_text()
         time.sleep(0.5)
