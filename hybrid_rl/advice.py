@@ -85,6 +85,8 @@ def plan_run(config: Config, world: World, residency: Mapping[str, frozenset[Pha
         config = replace(config, memory=memory, models=replace(config.models, dtype=dtype))
     available = min(world.gather(available_bytes(world.device)))
     machine, shapes = Machine(gpu_memory_bytes=available, num_gpus=world.size), read_shapes(config)
+    size, heads = config.rollout.tensor_parallel_size, shapes.actor.num_heads
+    check(heads % size == 0, f"rollout.tensor_parallel_size = {size}: must divide the actor's {heads} attention heads")
     plan = make_plan(config, machine, shapes, residency)
     check_plan(plan, config, shapes, residency)
     return replace(plan, kv_bytes=max(plan.kv_bytes, GIB)) if world.device.type == "cpu" else plan

@@ -7,7 +7,7 @@ import pickle
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,9 +117,34 @@ class SharedBucket:
             self._path = None
 
 
-def open_shared(handle: bytes, device: torch.device) -> Tensor:
-    """Return another process's bucket, mapped here; device is this process's name for the GPU it lies on."""
+def place_of(device: torch.device, worker: int) -> str:
+    """Return what names the memory of an engine's worker in every process: its GPU's UUID.
+
+    A CPU has one memory for all, so there the worker's number stands for a GPU.
+    """
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else f"cpu {worker}"
+
+
+def joint_handle(handles: Mapping[str, bytes]) -> bytes:
+    """Return one handle for several buckets, each at its place, of which open_shared opens that of the caller's."""
+    return pickle.dumps(dict(handles))
+
+
+def open_shared(handle: bytes, device: torch.device, *, worker: int = 0) -> Tensor:
+    """Return another process's bucket, mapped here; device is this process's name for the GPU it lies on.
+
+    Args:
+        worker: number of this worker in its engine, see place_of.
+
+    Raises:
+        RuntimeError: a joint handle has no bucket at the caller's place.
+    """
     arguments = pickle.loads(handle)
+    if isinstance(arguments, dict):
+        place = place_of(device, worker)
+        if place not in arguments:
+            raise RuntimeError(f"no bucket for engine worker {worker} on {place}, only on {', '.join(arguments)}")
+        return open_shared(arguments[place], device)
     if device.type == "cpu":
         path, num_bytes = arguments
         return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)

@@ -23,6 +23,7 @@ from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import EngineTenant, RolloutEngine
 from hybrid_rl.engines.deepspeed import TrainEngine
 from hybrid_rl.engines.flat import FlatWeights
+from hybrid_rl.engines.group import GroupEngine, check_groups
 from hybrid_rl.engines.start import start_engine
 from hybrid_rl.judge import RewardSources
 from hybrid_rl.layout import why_copy
@@ -174,9 +175,12 @@ class Builder:
         return obstacle is None
 
     def _engine(self, shared: SharedWeights | None) -> RolloutEngine:
-        config, world = self._config, self._world
+        config, world, size = self._config, self._world, self._config.rollout.tensor_parallel_size
         dtype = choose_dtype(config.models.dtype, world.device)
-        engine = start_engine(config, dtype=dtype, device=world.device, rank=world.rank, shared=shared)
+        start = functools.partial(
+            start_engine, config, dtype=dtype, device=world.device, rank=world.rank, shared=shared
+        )
+        engine = start() if size == 1 else GroupEngine(world.consecutive(size), lambda gpus: start(gpus=gpus))
         stays = config.memory.swap == "off"
         weights = Resident() if stays or shared else EngineTenant(engine, "weights", filled_in=Phase.SYNC)
         self._memory.admit("engine_weights", weights)
@@ -284,6 +288,7 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
         ConfigError: a setting or an input file cannot work, or the models do not fit; before any model loads.
     """
     world = join_world()
+    check_groups(config.rollout.tensor_parallel_size, world)
     plan = plan_run(config, world, residency)
     config = plan.sized(config)
     torch.manual_seed(config.run.seed)

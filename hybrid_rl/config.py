@@ -109,6 +109,8 @@ class RolloutConfig:
 
     engine: Literal["vllm", "hf"] = "vllm"
     """hf generates with transformers in this process: the oracle of the tests, and slow."""
+    tensor_parallel_size: int = 1
+    """GPUs that share a vLLM engine: as many consecutive ranks of one node, which generate together."""
     rollout_batch_size: int = 128
     """Prompts per step, all ranks."""
     group_size: int = 1
@@ -128,7 +130,7 @@ class RolloutConfig:
     seed_per_request: bool = True
     """Reproducible samples whatever the batching; false samples from one engine-wide generator, faster on a GPU."""
     kv_cache_memory_bytes: int | None = 1 << 30
-    """Exact size of the KV cache per engine; null gives it what the plan leaves, at most what one wave needs."""
+    """Exact size of an engine's KV cache on each of its GPUs; null takes what the plan leaves, at most one wave's."""
     gpu_memory_utilization: float = 0.5
     """Share of the card that must be free when vLLM starts: all that it checks beside an exact KV cache."""
     enforce_eager: bool = False

@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+GENERATION_TIMEOUT = datetime.timedelta(days=1)
+"""Only a rank that hangs is waited for so long: one that ends closes its connections, which the others notice."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class World:
@@ -32,6 +35,17 @@ class World:
     def second_line(self) -> "World":
         """Return the same ranks on a connection of their own, for a thread whose collectives overlap the run's."""
         return self if self.size == 1 else dataclasses.replace(self, group=dist.new_group(backend="gloo"))
+
+    def consecutive(self, size: int) -> "World":
+        """Return this rank's part when the ranks are cut into groups of `size` neighbours; size divides their number.
+
+        Its collectives wait for as long as one rank may generate for the others.
+        """
+        groups = [
+            dist.new_group(list(range(first, first + size)), backend="gloo", timeout=GENERATION_TIMEOUT)
+            for first in range(0, self.size, size)
+        ]
+        return dataclasses.replace(self, rank=self.rank % size, size=size, group=groups[self.rank // size])
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of the tensor over ranks, same shape and dtype."""

@@ -231,8 +231,8 @@ class _Planner:
         self._dtype_bytes = 4 if config.models.dtype == "float32" else 2
         length = config.prompts.max_prompt_tokens + config.rollout.max_response_tokens
         self.full_length = -(-length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
-        sequences = -(-config.responses_per_step // machine.num_ranks)
-        self.wave = min(sequences, config.rollout.max_num_seqs * machine.engines_per_gpu)
+        sequences, size = -(-config.responses_per_step // machine.num_ranks), config.rollout.tensor_parallel_size
+        self.wave = min(size * sequences, config.rollout.max_num_seqs * machine.engines_per_gpu)
         self._tokens = min(config.update.micro_batch_tokens, sequences * length)
         self._response_tokens = self._tokens * config.rollout.max_response_tokens // length
         dtype = torch.float32 if self._dtype_bytes == 4 else torch.bfloat16
@@ -243,14 +243,14 @@ class _Planner:
             and why_copy(config, architecture=shapes.actor.architecture, tensors=self._actor_tensors) is None
         )
         """Whether the engine computes with the trainer's weights where they lie, so that they exist once."""
-        self.kv_token_bytes = shapes.actor.kv_bytes_per_token(self._dtype_bytes)
+        self.kv_token_bytes = shapes.actor.kv_bytes_per_token(self._dtype_bytes, num_gpus=size)
 
     def tenants(self) -> dict[str, Row]:
         """Return the rows that the residency table may move, and the parameters, as if all of them did."""
         b, shapes = self._dtype_bytes, self._shapes
         rows: dict[str, Row] = {}
-        engine_weights = 0 if self._shares_weights else b * shapes.actor.num_params
-        rows["engine_weights"] = self._tenant("engine_weights", engine_weights)
+        engine_weights = b * shapes.actor.num_params // self._config.rollout.tensor_parallel_size
+        rows["engine_weights"] = self._tenant("engine_weights", 0 if self._shares_weights else engine_weights)
         for name, shape in {"reference": shapes.reference, "reward_model": shapes.reward}.items():
             if shape:
                 rows[name] = self._tenant(name, b * shape.num_params, back=b * shape.num_params)

@@ -59,9 +59,13 @@ class ModelShape:
         targets = lora.target_modules
         return sum(lora.rank * (i + o) for name, i, o in self.linears if targets is None or name in targets)
 
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return what one token's keys and values take in all layers; a sliding window counts as full."""
-        return 2 * self.num_layers * self.key_size * dtype_bytes
+    def kv_bytes_per_token(self, dtype_bytes: int, *, num_gpus: int = 1) -> int:
+        """Return what one token's keys and values take in all layers on each GPU of an engine.
+
+        The GPUs share the key heads out; with fewer heads than GPUs each holds one. A sliding window counts as full.
+        """
+        key_size = max(self.key_size // num_gpus, self.query_size // self.num_heads)
+        return 2 * self.num_layers * key_size * dtype_bytes
 
     def layer_activation_bytes(self, dtype_bytes: int, *, repeats_keys: bool) -> int:
         """Return the bytes that one layer saves for backward, per token; b are the bytes of an element.

@@ -134,14 +134,18 @@ class _Work:
         """Return the seconds of all decode steps and what bounds them.
 
         A step takes the longer of the host's time for its share of the sequences, and of reading every weight once per
-        engine and the keys and values of what each sequence has so far, half its response on average.
+        engine and the keys and values of what each sequence has so far, half its response on average. An engine over
+        several GPUs has the sequences of all of them, and reads a part on each; what they tell each other is left out.
         """
         rates, engines = self._rates, self._machine.engines_per_gpu
-        at_once = max(engines, min(self._sequences, plan.wave, plan.max_sequences))
-        waves = -(-self._sequences // at_once)
+        size = self._config.rollout.tensor_parallel_size
+        sequences = size * self._sequences
+        at_once = max(engines, min(sequences, plan.wave, plan.max_sequences))
+        waves = -(-sequences // at_once)
         shape = self._shapes.actor
-        cache = at_once * (self._prompt + self._response / 2) * shape.kv_bytes_per_token(self._dtype_bytes)
-        read = engines * shape.num_params * self._dtype_bytes + cache
+        token_bytes = shape.kv_bytes_per_token(self._dtype_bytes, num_gpus=size)
+        cache = at_once * (self._prompt + self._response / 2) * token_bytes
+        read = engines * shape.num_params * self._dtype_bytes / size + cache
         by_memory = read / (rates.memory_bytes_per_s * rates.decode_share)
         by_host = at_once / engines * rates.host_s_per_sequence
         seconds = waves * self._response * max(by_memory, by_host)

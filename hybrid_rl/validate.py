@@ -10,7 +10,14 @@ def _check_positive(config: Config) -> None:
         "run": ["num_steps", "eval_samples"],
         "models": ["ema_decay"],
         "prompts": ["max_prompt_tokens", "num_generated", "num_eval"],
-        "rollout": ["rollout_batch_size", "group_size", "max_response_tokens", "temperature", "max_num_seqs"],
+        "rollout": [
+            "tensor_parallel_size",
+            "rollout_batch_size",
+            "group_size",
+            "max_response_tokens",
+            "temperature",
+            "max_num_seqs",
+        ],
         "reward": ["timeout_s", "num_workers", "remote_timeout_s", "clip"],
         "advantage": ["length_adaptive_alpha", "kl_target", "kl_horizon"],
         "update": ["num_epochs", "mini_batch_size", "micro_batch_tokens", "dual_clip"],
@@ -136,6 +143,11 @@ def _check_advantage(config: Config) -> None:
 
 def _check_rollout(config: Config) -> None:
     check("" not in config.rollout.stop_strings, "rollout.stop_strings holds an empty text, which ends every response")
+    size, engine = config.rollout.tensor_parallel_size, config.rollout.engine
+    check(
+        size == 1 or engine == "vllm",
+        f"rollout.tensor_parallel_size = {size}: needs rollout.engine = vllm, not {engine}",
+    )
     bounds, group_size = config.rollout.keep_scores, config.rollout.group_size
     if bounds is not None:
         check(bounds[0] < bounds[1], f"rollout.keep_scores = {list(bounds)}: the first must be below the second")

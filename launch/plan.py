@@ -48,12 +48,16 @@ def forecast(config: Config, machine: Machine, rates: Rates, shapes: Shapes | No
     """Return plan and predicted times of a config on a machine.
 
     Raises:
-        ConfigError: a folder holds no model.
+        ConfigError: a folder holds no model; an engine would span two nodes.
     """
+    size = config.rollout.tensor_parallel_size
+    check(machine.num_gpus % size == 0, f"rollout.tensor_parallel_size = {size}: must divide --gpus {machine.num_gpus}")
     shapes = shapes or read_shapes(config)
     single = replace(machine, num_gpus=1, num_nodes=1)
-    plan, plan_alone = (make_plan(config, m, shapes, RESIDENCY) for m in (machine, single))
-    time, alone = simulate(config, machine, shapes, plan, rates), simulate(config, single, shapes, plan_alone, rates)
+    own_engine = replace(config, rollout=replace(config.rollout, tensor_parallel_size=1))
+    plan, plan_alone = make_plan(config, machine, shapes, RESIDENCY), make_plan(own_engine, single, shapes, RESIDENCY)
+    time = simulate(config, machine, shapes, plan, rates)
+    alone = simulate(own_engine, single, shapes, plan_alone, rates)
     return Forecast(
         config=config,
         machine=machine,

@@ -41,6 +41,7 @@ POSITIVE = [
     "prompts.max_prompt_tokens",
     "prompts.num_generated",
     "prompts.num_eval",
+    "rollout.tensor_parallel_size",
     "rollout.rollout_batch_size",
     "rollout.group_size",
     "rollout.max_response_tokens",
@@ -101,6 +102,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
         {"update.micro_batch_tokens": 767},
         "update.micro_batch_tokens = 767: must hold one sequence, prompts.max_prompt_tokens 512 + "
         "rollout.max_response_tokens 256 = 768",
+    ),
+    (
+        {"rollout.tensor_parallel_size": 2, "rollout.engine": "hf"},
+        "rollout.tensor_parallel_size = 2: needs rollout.engine = vllm, not hf",
     ),
     ({"update.clip_low": -0.1}, "update.clip_low = -0.1: must lie in [0, 1)"),
     ({"update.clip_low": 1.0}, "update.clip_low = 1.0: must lie in [0, 1)"),

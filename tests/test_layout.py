@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybrid_rl.config import Config, LoraConfig, ModelsConfig, UpdateConfig
+from hybrid_rl.config import Config, LoraConfig, ModelsConfig, RolloutConfig, UpdateConfig
 from hybrid_rl.layout import KNOWN, engine_order, flat_bytes, flat_slots, why_copy
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -83,6 +83,7 @@ def test_sharing_is_allowed_for_the_known_architectures():
 @pytest.mark.parametrize(
     "config, architecture, tensors, rule",
     [
+        (Config(rollout=RolloutConfig(tensor_parallel_size=2)), "LlamaForCausalLM", LLAMA, "tensor_parallel_size = 2"),
         (Config(update=UpdateConfig(zero_stage=3)), "LlamaForCausalLM", LLAMA, "update.zero_stage = 3"),
         (Config(models=ModelsConfig(lora=LoraConfig(rank=4))), "LlamaForCausalLM", LLAMA, "models.lora.rank = 4"),
         (Config(), "GPT2LMHeadModel", LLAMA, "GPT2LMHeadModel is not one of LlamaForCausalLM, "),

@@ -125,6 +125,17 @@ def test_a_7b_model_by_hand(folders):
     assert found.peak(ROLLOUT) == sum(expected) + row(found, "actor_states").num_bytes
 
 
+def test_an_engine_over_two_gpus_halves_its_weights_and_its_cache(folders):
+    config = make_config(folders, "7b", memory={"swap": "off"})
+    both = replace(config, rollout=replace(config.rollout, tensor_parallel_size=2))
+    one, two = plan(config, machine(200, num_gpus=8)), plan(both, machine(200, num_gpus=8))
+    assert row(two, "engine_weights").num_bytes == 7_615_616_512
+    # Two GPUs' sequences, and one null block; of the four key heads each GPU has two.
+    assert (two.wave, two.max_sequences) == (128, 128)
+    assert two.kv_bytes == (128 * 1024 + 16) * 57_344 // 2
+    assert row(two, "actor_states") == row(one, "actor_states")
+
+
 def test_the_engine_shares_the_trainers_weights(folders):
     names = {r.name for r in plan(make_config(folders, "7b", sync={"mode": "auto"}), machine()).rows}
     assert not names & {"engine_weights", "staging bucket"}

@@ -48,6 +48,7 @@ def test_tiny_llama_by_hand(tiny):
     assert shape.largest_tensor == 2048
     assert shape.num_linear == 2 * (layer - 64)
     assert shape.kv_bytes_per_token(2) == 2 * 2 * 32 * 2  # keys and values, 2 layers, 1 head of 32, 2 bytes
+    assert shape.kv_bytes_per_token(2, num_gpus=2) == 2 * 2 * 32 * 2  # a head cannot be cut
     # 2 norms 2 * 6 * 32, inputs 2 * 2 * 32, q and output 4 * 64, one key head 4 * 32, log-sum-exp 4 * 2, 8 * 64.
     assert shape.layer_activation_bytes(2, repeats_keys=False) == 384 + 128 + 256 + 128 + 8 + 512
     assert shape.layer_activation_bytes(2, repeats_keys=True) == 384 + 128 + 256 + 256 + 8 + 512

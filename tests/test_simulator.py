@@ -76,6 +76,18 @@ def test_decode_is_bound_by_the_slower_of_host_and_memory(config):
     assert fast.phases["rollout: decode"] == pytest.approx(512 * read / (0.4 * 3.01e12))
 
 
+def test_an_engine_over_two_gpus_reads_half_on_each(config):
+    config = replace(config, rollout=replace(config.rollout, max_num_seqs=1024))
+    shared = replace(config, rollout=replace(config.rollout, tensor_parallel_size=2))
+    by_memory = [step(c, FLOOR, num_gpus=2).phases["rollout: decode"] for c in (config, shared)]
+    weights, cache = 2 * 1_543_714_304, 256 * (256 + 256) * 2 * 28 * 256 * 2
+    assert by_memory[0] == pytest.approx(512 * (weights + cache) / 3e12)
+    assert by_memory[1] == pytest.approx(512 * (weights + 2 * cache) / 2 / 3e12)
+    slow = replace(FLOOR, host_s_per_sequence=1e-3)
+    by_host = [step(c, slow, num_gpus=2).phases["rollout: decode"] for c in (config, shared)]
+    assert by_host == pytest.approx([512 * 256e-3, 512 * 512e-3])  # one process schedules for both
+
+
 def test_collectives_by_hand(config):
     grpo = replace(
         config, advantage=AdvantageConfig(estimator="reinforce_pp"), models=replace(config.models, reward=None)

@@ -95,6 +95,7 @@ EXAMPLES = {
                 "overlong": "drop",
             },
             "rollout": {
+                "tensor_parallel_size": 2,
                 "rollout_batch_size": 1024,
                 "max_response_tokens": 1024,
                 "kv_cache_memory_bytes": None,
@@ -127,6 +128,7 @@ EXAMPLES = {
                 "overlong": "drop",
             },
             "rollout": {
+                "tensor_parallel_size": 2,
                 "group_size": 8,
                 "max_response_tokens": 1024,
                 "keep_scores": [0.0, 1.0],

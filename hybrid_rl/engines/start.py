@@ -1,5 +1,7 @@
 """Chooses and starts the rollout engine of a rank."""
 
+from collections.abc import Sequence
+
 import torch
 
 from hybrid_rl.bucket import SharedWeights
@@ -8,11 +10,20 @@ from hybrid_rl.engines import RolloutEngine
 
 
 def start_engine(
-    config: Config, *, dtype: torch.dtype, device: torch.device, rank: int, shared: SharedWeights | None = None
+    config: Config,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    rank: int,
+    shared: SharedWeights | None = None,
+    gpus: Sequence[str] = (),
 ) -> RolloutEngine:
     """Return a running engine with the actor's architecture; its weights wait for the first hand-over or are shared.
 
     Nothing else may allocate on the GPU meanwhile: vLLM's profiler looks at the whole device.
+
+    Args:
+        gpus: names of those that the engine spans, see group.visible_name; none for this rank's own.
     """
     if config.rollout.engine == "hf":
         from hybrid_rl.engines.hf import HfEngine
@@ -28,4 +39,5 @@ def start_engine(
         can_sleep=device.type == "cuda" and config.memory.swap != "off",
         seed=config.run.seed * 1000 + rank,
         shared=shared,
+        gpus=gpus,
     )

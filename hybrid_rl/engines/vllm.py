@@ -37,9 +37,21 @@ def without_expandable_segments(value: str) -> str:
     return ",".join(part for part in value.split(",") if part.strip().split(":")[0].strip() != "expandable_segments")
 
 
+def group_environment(gpus: Sequence[str], *, has_cuda: bool) -> dict[str, str]:
+    """Return what the processes of an engine over several GPUs inherit beside the rest; nothing for an engine of one.
+
+    Args:
+        gpus: their names in CUDA_VISIBLE_DEVICES, of which the calling rank may see its own alone.
+    """
+    if not gpus:
+        return {}
+    # On a CPU vLLM would bind each worker to a memory node of its own, and refuse where there is one for all.
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if has_cuda else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
 @contextmanager
-def engine_environment() -> Iterator[None]:
-    """Set what an engine process must inherit while it is started, then put everything back."""
+def engine_environment(gpus: Sequence[str] = ()) -> Iterator[None]:
+    """Set what an engine process must inherit while it is started, then put everything back; see group_environment."""
     before = dict(os.environ)
     try:
         for name in _RANK_VARIABLES:  # the trainer's ranks are not the engine's
@@ -50,6 +62,7 @@ def engine_environment() -> Iterator[None]:
         os.environ["HYBRID_RL_TRAINER_PID"] = str(os.getpid())
         for name, value in (_DEFAULTS if torch.cuda.is_available() else _DEFAULTS | _CPU_DEFAULTS).items():
             os.environ.setdefault(name, value)
+        os.environ.update(group_environment(gpus, has_cuda=torch.cuda.is_available()))
         yield
     finally:
         os.environ.clear()
@@ -94,8 +107,10 @@ class VllmEngine:
         can_sleep: bool,
         seed: int,
         shared: SharedWeights | None = None,
+        gpus: Sequence[str] = (),
     ) -> None:
-        with engine_environment():
+        """Start the engine; gpus: names of those that it spans, none for the one that this process sees."""
+        with engine_environment(gpus):
             import vllm
 
             self._vllm = vllm
@@ -118,6 +133,8 @@ class VllmEngine:
             }
             if config.kv_cache_memory_bytes is not None:
                 arguments["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes
+            if gpus:  # mp: under Ray vLLM would ask the cluster for GPUs of its own
+                arguments |= {"tensor_parallel_size": len(gpus), "distributed_executor_backend": "mp"}
             if shared:
                 arguments |= _shared_arguments(shared, config)
             self._llm = vllm.LLM(**arguments)

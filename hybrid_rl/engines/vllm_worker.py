@@ -105,6 +105,7 @@ class WeightReceiver:
 
     model_runner: Any
     device: torch.device
+    rank: int
     _plan: list[list[Slot]]
     _copies: dict[int, tuple[list[Tensor], list[Tensor]]]
 
@@ -114,10 +115,11 @@ class WeightReceiver:
         return self.model_runner.model.hybrid_routes
 
     def hybrid_open_bucket(self, message: bytes) -> None:
-        """Map the trainer's bucket; message is (handle, plan)."""
+        """Map the trainer's bucket, of several that on this worker's device; message is (handle, plan)."""
         handle, plan = pickle.loads(message)
         self._plan, self._copies = plan, {}
-        self.model_runner.model.hybrid_routes = Routes(self.model_runner.model, open_shared(handle, self.device))
+        bucket = open_shared(handle, self.device, worker=self.rank)
+        self.model_runner.model.hybrid_routes = Routes(self.model_runner.model, bucket)
 
     @torch.no_grad()
     def hybrid_receive(self, index: int) -> None:

@@ -4,7 +4,7 @@ from launch.translate.command import fixed, lost, maps, moot
 from launch.translate.openrlhf_rules import estimator, is_colocated, is_function
 
 ONE_POOL = "every GPU holds a share of every model, one process per visible GPU; CUDA_VISIBLE_DEVICES chooses them"
-ONE_ENGINE = "one engine per GPU, of tensor parallel size 1"
+ALL_ENGINES = "every GPU has its engine, or its part of one that rollout.tensor_parallel_size GPUs share"
 TOKENS = "forwards are packed up to update.micro_batch_tokens, and the result does not depend on it"
 OFTEN = "metrics.jsonl has a row per step, always"
 NO_IMAGES = "models read text only"
@@ -23,8 +23,8 @@ PLACEMENT = (
     moot("train.colocate_actor_ref colocate_actor_ref", bool, "all models are colocated, always"),
     moot("train.colocate_critic_reward colocate_critic_reward", bool, "all models are colocated, always"),
     maps("train.colocate_all colocate_all_models", bool, False, "memory.swap"),
-    moot("vllm.num_engines vllm_num_engines", int, ONE_ENGINE),
-    moot("vllm.tensor_parallel_size vllm_tensor_parallel_size", int, ONE_ENGINE),
+    moot("vllm.num_engines vllm_num_engines", int, ALL_ENGINES),
+    maps("vllm.tensor_parallel_size vllm_tensor_parallel_size", int, 1, "rollout.tensor_parallel_size"),
     moot("vllm.sync_backend vllm_sync_backend", str, "weights reach the engine through one shared buffer (CUDA IPC)"),
     moot(
         "vllm.sync_with_ray vllm_sync_with_ray", bool, "weights reach the engine through one shared buffer (CUDA IPC)"

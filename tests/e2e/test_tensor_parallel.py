@@ -1,0 +1,171 @@
+"""One vLLM engine over two ranks trains what an engine of one GPU trains; faults are found on every rank.
+
+As a program this file is one of the two ranks: python <file> <folder> <tiny>.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from hybrid_rl import build, trainer
+from hybrid_rl.build import Run
+from hybrid_rl.config import Config, as_dict
+from hybrid_rl.engines import Sampling
+from hybrid_rl.engines.vllm import VllmEngine
+from hybrid_rl.memory import Phase
+from hybrid_rl.sync import CopySync, SyncError
+
+SETTINGS = "TENSOR_PARALLEL_SETTINGS"
+VICTIM = "model.layers.1.mlp.up_proj.weight"
+GREEDY = Sampling(temperature=0.0, max_tokens=4, stop_token_ids=(0,))
+
+
+def push(run: Run) -> str:
+    """Hand over and return what the proof says."""
+    with run.memory.phase(Phase.SYNC):
+        try:
+            run.sync.push()
+        except SyncError as error:
+            return str(error)
+    return ""
+
+
+def lose_one_tensor(sync: CopySync) -> tuple[list[Tensor], int, Tensor]:
+    """Let one tensor go elsewhere than into the bucket; return what puts it back."""
+    for names, views in sync._fills:
+        if VICTIM in names:
+            place = names.index(VICTIM)
+            whole = views, place, views[place]
+            views[place] = torch.empty_like(views[place])
+            return whole
+    raise LookupError(VICTIM)
+
+
+def refused(run: Run) -> str:
+    """Return what the engine says about a generation without weights."""
+    run.engine.unmap("weights")
+    try:
+        run.engine.generate([[5, 9]], GREEDY, None)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def rank_of_two(folder: Path) -> None:
+    from launch.colocated import parse
+
+    run = build.build(parse(["--config", os.environ[SETTINGS]])[0], trainer.RESIDENCY)
+    rank, sync = run.world.rank, run.sync
+    assert isinstance(sync, CopySync)
+    found: dict[str, Any] = {}
+    try:
+        with run.recorder:
+            trainer.loop(run)
+        found["held"] = run.engine.checksums([name for name, _, _ in run.actor.named_shapes()])
+        prompts = [[5, 9], [3, 4, 11], [7]][rank:]  # three of the first rank, two of the second
+        with run.memory.phase(Phase.ROLLOUT):
+            found["greedy"] = [g.token_ids for g in run.engine.generate(prompts, GREEDY, None)]
+        if rank == 1:
+            views, place, view = lose_one_tensor(sync)
+        found["fault"] = push(run)
+        if rank == 1:
+            views[place] = view
+        found["after"] = push(run)
+        found["version"] = run.engine.weights_version
+        found["refused"] = refused(run)
+    finally:
+        run.close()
+    children = psutil.Process().children(recursive=True)
+    found["children"] = [p.name() for p in children if "resource_tracker" not in " ".join(p.cmdline())]
+    torch.save(found, folder / f"rank{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def settings(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Config]:
+    """A run by the number of GPUs of its engine."""
+    return {
+        size: make_config(
+            tmp_path_factory.mktemp(f"engine_of_{size}"),
+            rollout={"engine": "vllm", "tensor_parallel_size": size},
+            update={"zero_stage": 3},
+            sync={"mode": "copy", "num_verified": 100},
+        )
+        for size in (1, 2)
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks(settings: dict[int, Config], on_two_ranks: Callable[[str], list[Any]]) -> Iterator[list[dict[str, Any]]]:
+    """What the two ranks saw."""
+    path = Path(settings[2].run.dir) / "settings.yaml"
+    path.write_text(yaml.safe_dump(as_dict(settings[2])))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SETTINGS, str(path))
+        yield on_two_ranks(__file__)
+
+
+def test_two_ranks_with_one_engine_train_what_one_rank_does(
+    settings: dict[int, Config],
+    ranks: list[dict[str, Any]],
+    copy_engine: VllmEngine,
+    train_here: Callable,
+    read_run: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copy_engine.weights_version = 0
+    monkeypatch.setattr(build, "start_engine", lambda *_, **__: copy_engine)
+    monkeypatch.setattr(copy_engine, "close", lambda: None)
+    expected, found = train_here(settings[1]), read_run(settings[2])
+    assert len(found.metrics) == 2
+    for row, wanted in zip(found.metrics, expected.metrics, strict=True):
+        assert row["rollout/logprob_gap"] < 1e-4
+        assert row == pytest.approx(wanted, rel=1e-3, abs=1e-5)
+    for rows, wanted in zip(found.rollouts, expected.rollouts, strict=True):
+        assert [(r["prompt_id"], r["response"]) for r in rows] == [(r["prompt_id"], r["response"]) for r in wanted]
+
+
+def test_each_worker_holds_its_part(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["held"] == ranks[1]["held"]
+    first, second = ranks[0]["held"]
+    regions = [{name: [region for region, _ in parts] for name, parts in held.items()} for held in (first, second)]
+    layer = "model.layers.0"
+    for worker, held in enumerate(regions):  # 64 x 32 by rows, 32 x 64 by columns, the only key head on both
+        assert held[f"{layer}.mlp.up_proj.weight"] == [((32, 32), (32, 1), worker * 32 * 32)]
+        assert held[f"{layer}.mlp.down_proj.weight"] == [((32, 32), (64, 1), worker * 32)]
+        assert held[f"{layer}.self_attn.k_proj.weight"] == [((32, 32), (32, 1), 0)]
+    assert first[VICTIM] != second[VICTIM]
+
+
+def test_every_rank_gets_its_own_responses(ranks: list[dict[str, Any]]) -> None:
+    first, second = ranks[0]["greedy"], ranks[1]["greedy"]
+    assert len(first) == 3 and len(second) == 2
+    assert first[1:] == second and first[0] != first[1]
+
+
+def test_a_stale_tensor_of_one_worker_is_named_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["fault"] == f"tensor {VICTIM} differs between trainer and engine worker 1 after the hand-over"
+        assert rank["after"] == ""
+        assert rank["version"] == 5  # before each of two steps and at the end, and two here
+
+
+def test_what_the_engine_raises_is_raised_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    assert {rank["refused"] for rank in ranks} == {
+        "generate: the engine's weights were dropped or never filled; push the trainer's first"
+    }
+
+
+def test_no_process_is_left(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["children"] for rank in ranks] == [[], []]
+
+
+if __name__ == "__main__":
+    rank_of_two(Path(sys.argv[1]))
