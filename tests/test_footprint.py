@@ -164,8 +164,8 @@ def test_a_step_takes_what_is_planned(measured, shape, monkeypatch, stage, dtype
     real = max(marks["backward 1"][1], marks["step 1"][1])
     between = marks["step 1"][0]
     assert 0.99 * least <= between <= 1.01 * most
-    # A prefetch of ZeRO-3 could hold this small model twice, and does so in part.
-    assert peak == pytest.approx(real, rel=0.2 if stage == 3 and num_ranks > 1 else 0.1)
+    # Two ranks may or may not meet while one still reduces, and a prefetch of ZeRO-3 could hold this small model twice.
+    assert peak == pytest.approx(real, rel=0.1 if num_ranks == 1 else 0.15 if stage < 3 else 0.2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -158,9 +158,7 @@ def test_a_run_with_vllm_killed_in_an_update_takes_its_rollouts_from_the_log(
     assert len(generated) == 1
     assert len(left) == 2 and [path.read_text() for path in paths] == left
     assert [row["step"] for row in found.metrics] == [1, 2, 3]
-    for before, after in zip(
-        rows, found.metrics, strict=False
-    ):  # one thread before, two after
+    for before, after in zip(rows, found.metrics, strict=False):  # one thread before, two after
         assert after["actor/grad_norm"] == pytest.approx(before["actor/grad_norm"], rel=1e-3)
         assert after["reward"] == before["reward"] and after["rollout/logprob_gap"] < 1e-4
 
