@@ -230,7 +230,7 @@ def one_pass(p: Problem, path: logit_passes.Path) -> Run:
 
 def own_steps(p: Problem) -> dict[str, Run]:
     """Return our own forward with backward on the path of its shape, and the one-pass loss, by name."""
-    path = logit_passes.choose_path(p.hidden.shape[1], p.hidden.device)
+    path = logit_passes.choose_path(p.hidden, p.weight)
 
     def both() -> object:
         values, _ = logprobs.fused_logprobs(p.hidden, p.weight, p.targets, path=path)

@@ -68,10 +68,11 @@ ROW_TILE = (4, 1024)
 """Rows and columns of hybrid_rl_row_kernel's tile."""
 
 
-def choose_path(num_hidden: int, device: torch.device) -> Path:
+def choose_path(hidden: Tensor, weight: Tensor) -> Path:
     """Return the faster path of those that can run: on an H200 fused at every shape of profiling/bench_kernels.py."""
-    is_aligned = num_hidden % 8 == 0  # rows of 16-bit numbers in multiples of 16 bytes
-    return "fused" if is_aligned and _has_room(device) else "chunked"
+    # Descriptors take rows that begin at multiples of 16 bytes; a weight may be a part of an optimizer's flat buffer.
+    is_aligned = all(x.shape[1] * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0 for x in (hidden, weight))
+    return "fused" if is_aligned and _has_room(weight.device) else "chunked"
 
 
 @cache

@@ -44,7 +44,7 @@ def fused_logprobs(
     check_head_shapes(hidden, weight, targets, bias)
     transform = LogitTransform(temperature=temperature, logit_scale=logit_scale, softcap=softcap)
     hidden = hidden.to(weight.dtype).contiguous()
-    path = path or choose_path(hidden.shape[1], hidden.device)
+    path = path or choose_path(hidden, weight)
     return _FusedLogprobs.apply(hidden, weight, bias, targets, transform, path)
 
 

@@ -47,7 +47,7 @@ def token_loss(
     path: Path | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what hybrid_rl_kernels.token_loss_one_pass does, for bfloat16 (or float32) with gradients."""
-    path = path or passes.choose_path(hidden.shape[1], hidden.device)
+    path = path or passes.choose_path(hidden, weight)
     return _TokenLoss.apply(hidden, weight, bias, targets, transform, loss_of_logprobs, path)
 
 

@@ -260,9 +260,11 @@ def test_blocks_cover_everything_once(total, size, multiple):
 
 
 def test_the_fused_path_gets_only_rows_that_it_can_load():
-    device = torch.device("cpu")
-    assert logit_passes.choose_path(896, device) == "fused"
-    assert logit_passes.choose_path(898, device) == "chunked"
+    def path(num_hidden: int, first: int) -> str:
+        weight = torch.zeros(5 * num_hidden + first, dtype=torch.bfloat16)[first:].view(5, num_hidden)
+        return logit_passes.choose_path(torch.zeros(3, num_hidden, dtype=torch.bfloat16), weight)
+
+    assert [path(896, 0), path(896, 8), path(896, 4), path(900, 0)] == ["fused", "fused", "chunked", "chunked"]
 
 
 @pytest.mark.parametrize(
