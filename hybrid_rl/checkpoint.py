@@ -20,6 +20,7 @@ from hybrid_rl.config import check
 from hybrid_rl.distributed import World
 from hybrid_rl.engines.deepspeed import TrainEngine
 from hybrid_rl.lora import save_adapter
+from hybrid_rl.metrics import write_atomically
 from hybrid_rl.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -184,7 +185,7 @@ def _put_in_force(run_dir: Path, partial: Path, folder: Path, keep_last: int) ->
         shutil.rmtree(_replaced(folder), ignore_errors=True)
         os.replace(folder, _replaced(folder))
     os.replace(partial, folder)
-    _replace_text(run_dir / "latest", folder.name)
+    write_atomically(run_dir / "latest", folder.name)
     shutil.rmtree(_replaced(folder), ignore_errors=True)
     others = sorted(f for f in (run_dir / "checkpoints").glob("step_*") if f != folder)
     for old in others[: max(0, len(others) - keep_last + 1)]:
@@ -264,12 +265,6 @@ def _replaced_when_whole(folder: Path) -> Iterator[Path]:
     yield partial
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(partial, folder)
-
-
-def _replace_text(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 def _rng_state() -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Timeline:
             for lane, tid in self._lanes.items()
         ]
         trace = {"traceEvents": [*names, *self._events], "displayTimeUnit": "ms"}
-        _write_atomically(path, json.dumps(trace, allow_nan=False))
+        write_atomically(path, json.dumps(trace, allow_nan=False))
 
 
 class CudaProfiler:
@@ -113,7 +113,7 @@ class MetricsWriter:
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / "metrics.jsonl"
         kept = [row for row in _complete_lines(path) if json.loads(row)["step"] < resume_step]
-        _write_atomically(path, "".join(kept))
+        write_atomically(path, "".join(kept))
         self._last_step = json.loads(kept[-1])["step"] if kept else -1
         self._file = path.open("a", encoding="utf-8")
         self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step)
@@ -149,7 +149,7 @@ def write_rollouts(run_dir: Path, step: int, rows: Iterable[Mapping[str, Any]]) 
     """Write a step's rollouts, one JSON object per line, and return the file; an earlier one is replaced."""
     path = run_dir / "rollouts" / f"step_{step:06d}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write_atomically(path, "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows))
+    write_atomically(path, "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows))
     return path
 
 
@@ -161,12 +161,14 @@ def _complete_lines(path: Path) -> list[str]:
         return [line for line in file if line.endswith("\n")]
 
 
-def _write_atomically(path: Path, text: str) -> None:
-    """Replace the file so that a reader, or a crash, sees the old text or the new."""
-    partial = path.with_name(f"{path.name}.partial")
-    # Half a surrogate pair, which sampled bytes can decode to, is no UTF-8; its backslash escape is the same JSON.
-    with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(text)
+def write_atomically(path: Path, content: bytes | str) -> None:
+    """Replace a file so that a reader, or a crash at any moment, sees the old content or the new; it is on the disk."""
+    if isinstance(content, str):
+        # Half a surrogate pair, which sampled bytes can decode to, is no UTF-8; its backslash escape is the same JSON.
+        content = content.encode(errors="backslashreplace")
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    partial.replace(path)
+    os.replace(partial, path)

@@ -1,7 +1,6 @@
 """What the phases of the steps since the last checkpoint gave, on disk: a restart takes it from there."""
 
 import logging
-import os
 import pickle
 import shutil
 from collections import Counter
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from hybrid_rl.distributed import World
+from hybrid_rl.metrics import write_atomically
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class PhaseLog:
             if not all(s in logged for s in range(first_step, step)) or step < first_step:
                 shutil.rmtree(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        _replace(note, key.encode())
+        write_atomically(note, key)
 
     def once(self, step: int, name: str, compute: Callable[[], T]) -> T:
         """Return what compute gives, or what it gave in this step before a restart; every rank calls it.
@@ -63,7 +63,7 @@ class PhaseLog:
             return pickle.loads(path.read_bytes())
         result = compute()
         path.parent.mkdir(exist_ok=True)
-        _replace(path, pickle.dumps(result))
+        write_atomically(path, pickle.dumps(result))
         return result
 
     def forget(self, step: int) -> None:
@@ -76,13 +76,3 @@ class PhaseLog:
 
 def _steps(folder: Path) -> dict[int, Path]:
     return {int(path.name.removeprefix("step_")): path for path in folder.glob("step_*")}
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file that is whole or absent, even if the machine loses power."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)

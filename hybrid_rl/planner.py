@@ -48,7 +48,7 @@ class Machine:
     num_gpus: int = 1
     """Of a node."""
     num_nodes: int = 1
-    backend: Literal["reference", "triton"] = dispatch._SETTING  # type: ignore[assignment]
+    backend: Literal["reference", "triton"] = dispatch.SETTING  # type: ignore[assignment]
     """Which log-prob kernels compute."""
     engines_per_gpu: int = 1
     """Engine processes that share the sequences of a GPU."""

@@ -15,16 +15,17 @@ from hybrid_rl_kernels import gae_reference, reference
 from hybrid_rl_kernels.gae_reference import Mode, Rows
 from hybrid_rl_kernels.reference import LogitTransform, check_head_shapes, check_same_shape
 
-_SETTING = os.environ.get("HYBRID_RL_KERNELS", "triton")
-if _SETTING not in ("triton", "reference"):
-    raise ValueError(f"HYBRID_RL_KERNELS must be triton or reference, got {_SETTING!r}")
+SETTING = os.environ.get("HYBRID_RL_KERNELS", "triton")
+"""Which kernels compute on a GPU: triton or reference."""
+if SETTING not in ("triton", "reference"):
+    raise ValueError(f"HYBRID_RL_KERNELS must be triton or reference, got {SETTING!r}")
 
 CONSTANT_BOUND = 2.0**-20
 """Entries whose deviation is less than this share of their mean are equal: float32 rounding leaves about 2^-22."""
 
 
 def _is_triton(x: Tensor, *dtypes: torch.dtype) -> bool:
-    return x.is_cuda and _SETTING == "triton" and x.dtype in dtypes
+    return x.is_cuda and SETTING == "triton" and x.dtype in dtypes
 
 
 def fused_logprobs(
@@ -193,7 +194,7 @@ def whiten(x: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
 
 def _scan_module(*tensors: Tensor) -> Any:
     """Return the module whose scan takes these tensors: that of Triton on a GPU, which computes in float32."""
-    if _SETTING == "reference" or any(not x.is_cuda or x.dtype == torch.float64 for x in tensors):
+    if SETTING == "reference" or any(not x.is_cuda or x.dtype == torch.float64 for x in tensors):
         return gae_reference
     from hybrid_rl_kernels import gae_kernels  # a CPU needs no Triton
 

@@ -49,7 +49,7 @@ PLACES = [
     ("trainer", "learn_policy", 3, {3}),
     ("Snapshot", "write", 4, {0, 1}),
     ("checkpoint", "_put_in_force", 2, {0, 1}),
-    ("checkpoint", "_replace_text", 2, {0, 1}),
+    ("checkpoint", "write_atomically", 2, {0, 1}),
 ]
 
 

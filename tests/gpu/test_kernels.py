@@ -223,7 +223,7 @@ print(json.dumps({"losses": losses, "peak": torch.cuda.max_memory_allocated() - 
 
 @pytest.fixture(autouse=True)
 def triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_SETTING", "triton")
+    monkeypatch.setattr(dispatch, "SETTING", "triton")
 
 
 def test_a_training_run_is_the_same_with_the_kernels_on_and_off() -> None:
