@@ -197,7 +197,7 @@ def scan(
     rows: Rows, gamma: float, gae_lambda: float | Tensor, mode: Mode, *, has_moments: bool, has_returns: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return advantages, returns and moments [B, 3] of each row (or None) of inputs that are checked."""
-    mask = rows.mask.contiguous() if rows.mask.dtype == torch.bool else rows.mask.bool()
+    mask = rows.mask.bool().contiguous()
     longest = mask.shape[-1]
     num_rows = len(mask) if rows.cu_seqlens is None else len(rows.cu_seqlens) - 1
     inputs = (rows.token_rewards, rows.values, mask, rows.bootstrap_values, rows.scores, rows.kl)
@@ -216,7 +216,7 @@ def scan(
         moments,
         *(None if x is None else x.contiguous() for x in inputs),
         decay,
-        rows.cu_seqlens,
+        None if rows.cu_seqlens is None else rows.cu_seqlens.contiguous(),
         longest,
         gamma,
         gamma * gae_lambda,

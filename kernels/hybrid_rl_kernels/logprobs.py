@@ -43,7 +43,8 @@ def fused_logprobs(
     """
     check_head_shapes(hidden, weight, targets, bias)
     transform = LogitTransform(temperature=temperature, logit_scale=logit_scale, softcap=softcap)
-    hidden = hidden.to(weight.dtype).contiguous()
+    hidden, targets = hidden.to(weight.dtype).contiguous(), targets.contiguous()
+    bias = None if bias is None else bias.contiguous()
     path = path or choose_path(hidden, weight)
     return _FusedLogprobs.apply(hidden, weight, bias, targets, transform, path)
 

@@ -91,6 +91,8 @@ class _TokenLoss(torch.autograd.Function):
         path: Path,
     ) -> tuple[Tensor, Tensor, Tensor]:
         hidden = hidden.detach().contiguous()
+        targets = targets.contiguous()
+        bias = None if bias is None else bias.contiguous()
         head = Head(weight=weight.detach().contiguous(), bias=bias, transform=transform)
         gradients = Gradients.empty(hidden, weight, bias, ctx.needs_input_grad[:3])
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -169,7 +171,9 @@ def _loss_gradients(
         logprobs, entropy = (x.detach().requires_grad_() for x in (results.logprobs, results.entropy))
         loss = loss_of_logprobs(logprobs, entropy, rows).sum()
         grad, grad_entropy = torch.autograd.grad(loss, (logprobs, entropy), allow_unused=True)
-    return loss.detach(), (torch.zeros_like(logprobs) if grad is None else grad, grad_entropy)
+    # Autograd may hand out views, of a sum one number with stride 0; kernels count on a row after the other.
+    grad = torch.zeros_like(logprobs) if grad is None else grad.contiguous()
+    return loss.detach(), (grad, grad_entropy)
 
 
 def _scale(

@@ -125,6 +125,17 @@ def test_packed_is_padded(module, mode):
         close(together[2][b], wanted[2][0])
 
 
+def test_strides_do_not_show():
+    mask, (values, rewards) = torch.rand(9) < 0.7, torch.randn(2, 9)
+    fields = (mask, values, rewards, torch.tensor([0, 4, 9]))
+    apart = (torch.stack([x, x.flip(0)], dim=-1)[..., 0] for x in (mask.int(), *fields[1:]))
+    ours, theirs = (
+        advantages(Rows(mask=m, values=v, token_rewards=r, cu_seqlens=bounds), 0.9, 0.8)
+        for m, v, r, bounds in (fields, tuple(apart))
+    )
+    assert torch.equal(ours, theirs)
+
+
 @settings(max_examples=20, deadline=None)
 @given(cases())
 def test_without_values_it_is_what_is_still_to_come(rows):

@@ -112,6 +112,19 @@ def test_gradient_of_the_entropy_alone(path):
     torch.testing.assert_close(ours.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_strides_do_not_show(path):
+    hidden, weight, bias, targets = random_case(20, 8, 50)
+    apart = (torch.stack([x, x.flip(0)], dim=-1)[..., 0] for x in (hidden, weight, targets, bias))
+    results = []
+    for one, two, labels, three in ((hidden, weight, targets, bias), tuple(apart)):
+        logprobs, entropy = fused_logprobs(one, two, labels, bias=three, path=path)
+        gradients = torch.autograd.grad(logprobs.sum() + entropy.sum(), (hidden, weight, bias))
+        results.append((logprobs, entropy, *gradients))
+    for plain, apart_from_each_other in zip(*results, strict=True):
+        torch.testing.assert_close(plain, apart_from_each_other, rtol=0, atol=0)
+
+
 @settings(max_examples=12, deadline=None)
 @given(
     st.lists(st.booleans(), min_size=1, max_size=20),

@@ -101,6 +101,26 @@ def test_targets_without_any_share(path, dtype, tolerance, entropy_coef):
         torch.testing.assert_close(mine.double(), theirs, rtol=tolerance, atol=tolerance * scale)
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_strides_do_not_show(path):
+    hidden, weight, bias, targets = random_case()
+    columns = torch.randn(N, 2, generator=torch.Generator().manual_seed(1))
+    apart = (torch.stack([x, x.flip(0)], dim=-1)[..., 0] for x in (hidden, weight, bias))  # every second element
+    results = []
+    for inputs, labels, view in (
+        ((hidden, weight, bias), targets, lambda x: x[:, None] * columns[:, :1]),
+        (tuple(apart), torch.stack([targets, targets.flip(0)], 1)[:, 0], lambda x: torch.stack([x, x], 1) * columns),
+    ):
+
+        def loss(logprobs: Tensor, entropy: Tensor, rows: slice, view=view) -> Tensor:
+            return view(logprobs)[:, 0]  # the second gradient is a column of a matrix
+
+        total, logprobs, _ = token_loss.token_loss(*inputs, labels, LogitTransform(**PLAIN), loss, path)
+        results.append((total, logprobs, *torch.autograd.grad(total, (hidden, weight, bias))))
+    for plain, apart_from_each_other in zip(*results, strict=True):
+        torch.testing.assert_close(plain, apart_from_each_other, rtol=0, atol=0)
+
+
 @settings(max_examples=5, deadline=None)
 @given(
     st.lists(st.booleans(), min_size=N, max_size=N),
