@@ -104,6 +104,24 @@ int vmm_host(void* address, void** host) {
   return guarded([&] { *host = pool().host(reinterpret_cast<vmm::Address>(address)); });
 }
 
+int vmm_reserve_host(size_t bytes) {
+  return guarded([&] { pool().reserve_host(bytes); });
+}
+
+int vmm_pin_reserve() {
+  return guarded([&] { pool().pin_reserve(); });
+}
+
+int vmm_reserve(size_t* bytes, size_t* taken, double* pinning_s, double* waited_s) {
+  return guarded([&] {
+    const vmm::Reserve reserve = pool().reserve();
+    *bytes = reserve.bytes;
+    *taken = reserve.taken;
+    *pinning_s = reserve.pinning_s;
+    *waited_s = reserve.waited_s;
+  });
+}
+
 const char* vmm_error(int* status, size_t* wanted, size_t* free) {
   *status = static_cast<int>(last);
   *wanted = wanted_bytes;

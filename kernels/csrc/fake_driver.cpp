@@ -3,10 +3,13 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <functional>
 #include <map>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 namespace {
@@ -40,6 +43,7 @@ struct State {
   std::vector<std::string> log;
 };
 State state;
+std::atomic<bool> is_pinning_held{false};
 using Lock = std::lock_guard<std::mutex>;
 
 // A call that was told to fail returns its code, once.
@@ -159,6 +163,7 @@ vmm::Driver make() {
     return mprotect(reinterpret_cast<void*>(address), bytes, PROT_READ | PROT_WRITE);
   };
   d.register_host = [](void* host, size_t bytes, unsigned) {
+    while (is_pinning_held) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     Lock lock(state.mutex);
     if (auto code = fault("register_host")) return code;
     state.pinned[static_cast<char*>(host)] = bytes;
@@ -229,6 +234,8 @@ size_t pinned() {
 
 void fail(const std::string& call, int after, int code) { state.faults[call] = {after, code}; }
 
+void hold_pinning(bool is_held) { is_pinning_held = is_held; }
+
 std::vector<std::string> take_log() { return std::exchange(state.log, {}); }
 
 }  // namespace fake
@@ -240,4 +247,5 @@ extern "C" {
 void fake_reset(size_t capacity) { fake::reset(capacity); }
 size_t fake_used() { return fake::used(); }
 void fake_fail(const char* call, int after, int code) { fake::fail(call, after, code); }
+void fake_hold_pinning(int is_held) { fake::hold_pinning(is_held); }
 }

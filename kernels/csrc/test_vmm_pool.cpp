@@ -1,8 +1,10 @@
 // The pool's states on a driver in host memory; plain checks, so that nothing has to be installed.
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <future>
 #include <thread>
 
 #include "fake_driver.h"
@@ -209,6 +211,55 @@ void freed_blocks_give_everything_back() {
   CHECK(fake::pinned() == 0 && fake::used() == 0);
 }
 
+bool is_done(const std::future<vmm::Moved>& call, int ms) {
+  return call.wait_for(std::chrono::milliseconds(ms)) == std::future_status::ready;
+}
+
+void a_first_release_waits_for_its_part_of_the_reserve() {
+  House house;
+  Address small = house.add("states", Policy::kCopy, kMib, 1), large = house.add("states", Policy::kCopy, 9 * kMib, 2);
+  house.add("states", Policy::kCopy, kMib, 3);
+  house.pool.reserve_host(18 * kMib);
+  CHECK(fake::pinned() == 0);
+  fake::hold_pinning(true);
+  std::thread pinning([&] { house.pool.pin_reserve(); });
+  std::future<vmm::Moved> release = std::async(std::launch::async, [&] { return house.release("states"); });
+  CHECK(!is_done(release, 30) && fake::pinned() == 0);
+  fake::hold_pinning(false);
+  CHECK(release.get().out == 14 * kMib);
+  pinning.join();
+  // 2, 10 and 2 MiB: a block that does not fit into what is left of a unit of 4 MiB begins the next one, for a copy
+  // across two units is an error of the driver.
+  const vmm::Reserve reserve = house.pool.reserve();
+  CHECK(reserve.bytes == 18 * kMib && reserve.taken == 14 * kMib && reserve.waited_s > 0.02);
+  CHECK(reserve.pinning_s > 0.02 && fake::pinned() == 18 * kMib);
+  house.restore("states");
+  CHECK(holds(small, kMib, 1) && holds(large, 9 * kMib, 2));
+  house.add("more", Policy::kCopy, 8 * kMib, 4);  // there is no room for it
+  CHECK(house.release("more").out == 8 * kMib && fake::pinned() == 26 * kMib);
+  CHECK(house.pool.reserve().taken == 14 * kMib);
+  CHECK(says(failure_of([&] { house.pool.reserve_host(kMib); }), "has a reserve"));
+  house.pool.free(large);
+  CHECK(fake::pinned() == 26 * kMib);  // the reserve keeps what was pinned
+}
+
+void a_failed_reserve_is_told_by_the_release_that_needs_it() {
+  House house;
+  Address first = house.add("first", Policy::kCopy, kChunk, 1), second = house.add("second", Policy::kCopy, kChunk, 2);
+  house.pool.reserve_host(3 * kChunk);
+  fake::fail("register_host", 0, 2);
+  Failure failure = failure_of([&] { house.pool.pin_reserve(); });
+  CHECK(failure.status == Status::kHostOutOfMemory && says(failure, "12582912 bytes") && says(failure, "error 2"));
+  failure = failure_of([&] { house.release("first"); });
+  CHECK(failure.status == Status::kHostOutOfMemory && says(failure, "region first: pinning a reserve of 12582912"));
+  CHECK(house.pool.resident("first"));
+  for (const char* tag : {"first", "second"}) {  // told once; after it a release pins what it needs, or is refused
+    CHECK(house.release(tag).out == kChunk);
+    house.restore(tag);
+  }
+  CHECK(holds(first, kChunk, 1) && holds(second, kChunk, 2));
+}
+
 void threads_take_turns() {
   House house(256 * kMib);
   std::vector<std::thread> threads;
@@ -239,6 +290,8 @@ int main() {
   refused_pinning_leaves_a_region_resident();
   calls_in_the_wrong_state_are_refused();
   freed_blocks_give_everything_back();
+  a_first_release_waits_for_its_part_of_the_reserve();
+  a_failed_reserve_is_told_by_the_release_that_needs_it();
   threads_take_turns();
   CHECK(fake::used() == 0 && fake::pinned() == 0);
   std::puts("ok");

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <thread>
 #include <utility>
@@ -30,6 +31,31 @@ bool populate(char* host, size_t bytes) {
   for (size_t i = 0; i < bytes; i += 4096) host[i] = 0;  // an older kernel
   return true;
 }
+
+// Addresses for host memory, from a huge page on; null where there are none. A child process does not get it: the
+// kernel would copy pages that are pinned.
+char* map_host(size_t bytes) {
+  const size_t mapped = bytes + kHugePage;
+  void* map = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (map == MAP_FAILED) return nullptr;
+  char* const begin = static_cast<char*>(map);
+  char* const arena = reinterpret_cast<char*>(round_up(reinterpret_cast<size_t>(begin), kHugePage));
+  if (arena > begin) munmap(begin, arena - begin);
+  if (arena + bytes < begin + mapped) munmap(arena + bytes, begin + mapped - arena - bytes);
+  madvise(arena, bytes, MADV_HUGEPAGE);
+  madvise(arena, bytes, MADV_DONTFORK);
+  return arena;
+}
+
+class Stopwatch {
+ public:
+  double seconds() const {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  }
+
+ private:
+  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
 
 }  // namespace
 
@@ -63,6 +89,10 @@ Pool::Pool(const Driver& driver, int device, size_t chunk_bytes) : driver_(drive
 Pool::~Pool() {
   for (auto& [tag, region] : regions_)
     for (auto& [address, block] : region.blocks) discard(block);
+  for (size_t i = 0; i < units_.size(); ++i) {
+    if (is_pinned_[i]) driver_.unregister_host(units_[i].host);
+    munmap(units_[i].host, units_[i].bytes);
+  }
 }
 
 void Pool::check(CUresult result, const char* call, const std::string& tag) const {
@@ -160,7 +190,7 @@ void Pool::discard(Block& block) noexcept {
   for (Chunk& chunk : block.chunks) {
     if (chunk.handle && driver_.unmap(chunk.address, chunk.bytes) == kSuccess) driver_.release(chunk.handle);
     if (chunk.copied) driver_.destroy_event(chunk.copied);
-    if (!chunk.host) continue;
+    if (!chunk.host || chunk.is_reserved) continue;
     driver_.unregister_host(chunk.host);
     munmap(chunk.host, chunk.bytes);
   }
@@ -181,24 +211,22 @@ size_t Pool::size(const std::vector<Chunk*>& chunks) {
   return bytes;
 }
 
-// Give every chunk its place in one pinned arena, those of a block side by side.
+// Give every chunk its place on the host, those of a block side by side: in the reserve, or in one pinned arena.
 void Pool::pin(Region& region) {
-  std::vector<Chunk*> missing = chunks(&region);
-  missing.erase(std::remove_if(missing.begin(), missing.end(), [](Chunk* c) { return c->host; }), missing.end());
+  std::vector<Chunk*> missing;
+  for (auto& [address, block] : region.blocks) {
+    if (block.chunks[0].host || take_reserve(block, region.tag)) continue;
+    for (Chunk& chunk : block.chunks) missing.push_back(&chunk);
+  }
   if (missing.empty()) return;
-  const size_t bytes = size(missing), mapped = bytes + kHugePage;
-  void* map = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (map == MAP_FAILED)
+  const size_t bytes = size(missing);
+  char* const arena = map_host(bytes);
+  if (!arena)
     throw Failure(Status::kHostOutOfMemory,
                   "region " + region.tag + ": no " + std::to_string(bytes) + " bytes of host memory");
-  char* const begin = static_cast<char*>(map);
-  char* const arena = reinterpret_cast<char*>(round_up(reinterpret_cast<size_t>(begin), kHugePage));
-  if (arena > begin) munmap(begin, arena - begin);
-  if (arena + bytes < begin + mapped) munmap(arena + bytes, begin + mapped - arena - bytes);
-  madvise(arena, bytes, MADV_HUGEPAGE);
   char* next = arena;
   for (Chunk* chunk : missing) chunk->host = std::exchange(next, next + chunk->bytes);
-  std::string problem = pin_chunks(missing);
+  std::string problem = pin_chunks(missing, [](size_t) {});
   if (problem.empty()) return;
   for (Chunk* chunk : missing) {
     driver_.unregister_host(chunk->host);  // an error for those that were not
@@ -209,7 +237,86 @@ void Pool::pin(Region& region) {
                 "region " + region.tag + ": pinning " + std::to_string(bytes) + " bytes of host memory: " + problem);
 }
 
-std::string Pool::pin_chunks(const std::vector<Chunk*>& chunks) {
+void Pool::reserve_host(size_t bytes) {
+  std::lock_guard lock(reserve_mutex_);
+  if (!units_.empty()) throw Failure(Status::kState, "reserve_host: this pool has a reserve");
+  bytes = round_up(bytes, granularity_);
+  char* const arena = map_host(bytes);
+  if (!arena)
+    throw Failure(Status::kHostOutOfMemory, "reserve_host: no " + std::to_string(bytes) + " bytes of host memory");
+  for (size_t at = 0; at < bytes; at += chunk_bytes_) {
+    Chunk unit;
+    unit.host = arena + at;
+    unit.bytes = std::min(chunk_bytes_, bytes - at);
+    units_.push_back(unit);
+  }
+  is_pinned_.resize(units_.size());
+  reserve_.bytes = bytes;
+}
+
+void Pool::pin_reserve() {
+  std::vector<Chunk*> units;
+  for (Chunk& unit : units_) units.push_back(&unit);
+  Stopwatch watch;
+  const std::string problem = pin_chunks(units, [this](size_t unit) {
+    std::lock_guard lock(reserve_mutex_);
+    is_pinned_[unit] = true;
+    unit_pinned_.notify_all();
+  });
+  std::lock_guard lock(reserve_mutex_);
+  reserve_.pinning_s = watch.seconds();
+  if (problem.empty()) return;
+  reserve_problem_ = "pinning a reserve of " + std::to_string(reserve_.bytes) + " bytes of host memory: " + problem;
+  const size_t num_good = std::find(is_pinned_.begin(), is_pinned_.end(), false) - is_pinned_.begin();
+  reserve_.bytes = num_good * chunk_bytes_;
+  for (size_t i = num_good; i < units_.size(); ++i) {
+    if (is_pinned_[i]) driver_.unregister_host(units_[i].host);
+    munmap(units_[i].host, units_[i].bytes);
+  }
+  units_.resize(num_good);
+  is_pinned_.resize(num_good);
+  unit_pinned_.notify_all();
+  throw Failure(Status::kHostOutOfMemory, reserve_problem_);
+}
+
+// Blocks lie one after the other, in their order of asking, and no chunk across two units: the driver pinned each by
+// itself. False where the reserve has no room.
+bool Pool::take_reserve(Block& block, const std::string& tag) {
+  std::unique_lock lock(reserve_mutex_);
+  size_t place = next_;
+  if (block.bytes > chunk_bytes_ - place % chunk_bytes_) place = round_up(place, chunk_bytes_);
+  const size_t end = place + block.bytes;
+  auto is_there = [&] {
+    if (!reserve_problem_.empty() || end > reserve_.bytes) return true;
+    const auto first = is_pinned_.begin() + place / chunk_bytes_;
+    const auto last = is_pinned_.begin() + (end + chunk_bytes_ - 1) / chunk_bytes_;
+    return std::find(first, last, false) == last;
+  };
+  if (!is_there()) {
+    Stopwatch watch;
+    unit_pinned_.wait(lock, is_there);
+    reserve_.waited_s += watch.seconds();
+  }
+  if (!reserve_problem_.empty())
+    throw Failure(Status::kHostOutOfMemory, "region " + tag + ": " + std::exchange(reserve_problem_, ""));
+  if (end > reserve_.bytes) return false;
+  for (Chunk& chunk : block.chunks) {
+    chunk.host = units_[place / chunk_bytes_].host + place % chunk_bytes_;
+    chunk.is_reserved = true;
+    place += chunk.bytes;
+  }
+  next_ = end;
+  reserve_.taken += block.bytes;
+  return true;
+}
+
+Reserve Pool::reserve() {
+  std::lock_guard lock(reserve_mutex_);
+  return reserve_;
+}
+
+// `pinned` is told the place of each chunk as soon as it is.
+std::string Pool::pin_chunks(const std::vector<Chunk*>& chunks, const std::function<void(size_t)>& pinned) {
   std::atomic<size_t> next{0};
   std::atomic<bool> populated{true};
   std::atomic<CUresult> refused{kSuccess};
@@ -218,6 +325,7 @@ std::string Pool::pin_chunks(const std::vector<Chunk*>& chunks) {
     for (size_t i = next++; i < chunks.size() && populated && refused == kSuccess; i = next++) {
       if (!populate(chunks[i]->host, chunks[i]->bytes)) populated = false;
       else if (CUresult result = driver_.register_host(chunks[i]->host, chunks[i]->bytes, kPortable)) refused = result;
+      else pinned(i);
     }
   };
   std::vector<std::thread> threads;

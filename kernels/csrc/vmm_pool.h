@@ -5,6 +5,8 @@
 // chunk mapped) and released (none).
 #pragma once
 
+#include <condition_variable>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -41,6 +43,11 @@ struct Moved {
   size_t out = 0, in = 0;  // bytes copied over the bus
 };
 
+struct Reserve {
+  size_t bytes = 0, taken = 0;         // host memory reserved, and of that in use by regions
+  double pinning_s = 0, waited_s = 0;  // what pinning it took, and of that what releases waited for
+};
+
 class Pool {
  public:
   // chunk_bytes: the unit of mapping, unmapping and copying. Small ones start the pipeline early, large ones cost
@@ -68,6 +75,13 @@ class Pool {
   // The host copy of an address, contiguous to the end of its block.
   void* host(Address address);
 
+  // Set host memory aside, once, which first releases take theirs from instead of pinning some of their own.
+  void reserve_host(size_t bytes);
+  // Pin it. To be called once after reserve_host, on a thread of its own: a release waits for what is not ready of its
+  // part. What fails is thrown here and by one release, the first that finds it; the part before it can be taken.
+  void pin_reserve();
+  Reserve reserve();
+
  private:
   struct Chunk {
     Address address = 0;
@@ -75,6 +89,7 @@ class Pool {
     Handle handle = 0;
     char* host = nullptr;
     void* copied = nullptr;  // event: the copy to the host is complete
+    bool is_reserved = false;  // its place on the host is in the reserve, which keeps it
   };
   struct Block {
     Address address = 0;
@@ -98,7 +113,8 @@ class Pool {
   void begin_copy_out(Chunk& chunk, const std::string& tag);
   void discard(Block& block) noexcept;
   void pin(Region& region);
-  std::string pin_chunks(const std::vector<Chunk*>& chunks);
+  bool take_reserve(Block& block, const std::string& tag);
+  std::string pin_chunks(const std::vector<Chunk*>& chunks, const std::function<void(size_t)>& pinned);
   static std::vector<Chunk*> chunks(Region* region);
   static size_t size(const std::vector<Chunk*>& chunks);
 
@@ -113,6 +129,15 @@ class Pool {
   std::mutex mutex_;
   std::map<std::string, Region> regions_;
   std::map<Address, Region*> owners_;  // of each block
+
+  // The reserve is pinned unit by unit, chunk_bytes_ each, by another thread than the one that takes from it.
+  std::mutex reserve_mutex_;
+  std::condition_variable unit_pinned_;
+  std::vector<Chunk> units_;
+  std::vector<bool> is_pinned_;
+  std::string reserve_problem_;
+  Reserve reserve_;
+  size_t next_ = 0;  // where in the reserve the next block may begin
 };
 
 }  // namespace vmm
@@ -129,5 +154,8 @@ int vmm_invalidate(const char* tag);
 int vmm_resident(const char* tag, int* resident, size_t* bytes);
 int vmm_released(size_t* bytes);
 int vmm_host(void* address, void** host);
+int vmm_reserve_host(size_t bytes);
+int vmm_pin_reserve();
+int vmm_reserve(size_t* bytes, size_t* taken, double* pinning_s, double* waited_s);
 const char* vmm_error(int* status, size_t* wanted, size_t* free);  // of the last call of this thread that failed
 }

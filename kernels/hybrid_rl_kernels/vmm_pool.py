@@ -14,8 +14,10 @@ import ctypes
 import functools
 import itertools
 import sysconfig
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -42,6 +44,20 @@ class VmmOutOfMemoryError(VmmError):
         super().__init__(f"{what}: {wanted_bytes:,} bytes of GPU memory wanted, {free_bytes:,} are free")
         self.wanted_bytes = wanted_bytes
         self.free_bytes = free_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reserve:
+    """Host memory that a pool pins before anything is released; all 0 without one."""
+
+    num_bytes: int
+    """Set aside; after a failure, of these what could be pinned."""
+    taken_bytes: int
+    """Of that in use by regions."""
+    pinning_s: float
+    """What pinning it took; 0 until it is done."""
+    waited_s: float
+    """Of that, what releases waited for."""
 
 
 def find_library() -> Path | None:
@@ -110,6 +126,25 @@ class VmmPool:
             VmmOutOfMemoryError: no room for `into`; `out` has left, `into` is still released.
         """
         return self._move(out.tag, into.tag)
+
+    def reserve_host(self, num_bytes: int) -> None:
+        """Pin host memory on a thread while other work goes on; first releases take theirs from it.
+
+        A release waits for what is not ready of its part, and pins by itself what the reserve has no room for. Where
+        pinning the reserve fails, the first release that finds it so raises.
+
+        Raises:
+            VmmError: this pool has a reserve, or there are no addresses for it.
+        """
+        self._check(self._library.vmm_reserve_host(ctypes.c_size_t(num_bytes)))
+        threading.Thread(target=self._library.vmm_pin_reserve, name="pin reserve").start()
+
+    @property
+    def reserve(self) -> Reserve:
+        """What reserve_host has done so far."""
+        size, taken, pinning, waited = ctypes.c_size_t(), ctypes.c_size_t(), ctypes.c_double(), ctypes.c_double()
+        self._check(self._library.vmm_reserve(*map(ctypes.byref, (size, taken, pinning, waited))))
+        return Reserve(num_bytes=size.value, taken_bytes=taken.value, pinning_s=pinning.value, waited_s=waited.value)
 
     def _move(self, out: str, into: str) -> tuple[int, int]:
         moved = ctypes.c_size_t(), ctypes.c_size_t()

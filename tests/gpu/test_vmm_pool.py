@@ -94,6 +94,16 @@ def test_storages_move_into_a_region_with_all_their_views(pool: VmmPool) -> None
     assert torch.equal(flat.cpu(), expected) and torch.equal(view.cpu(), expected[7:19].view(3, 4).T)
 
 
+def test_a_reserve_holds_what_leaves(pool: VmmPool) -> None:
+    region = pool.region("reserved")
+    tensor, expected = filled(region, SIZE, 6)
+    pool.reserve_host(SIZE)
+    assert region.release() == region.num_bytes  # waits for what is not pinned yet
+    assert pool.reserve.taken_bytes == region.num_bytes
+    assert region.restore() == region.num_bytes
+    assert torch.equal(tensor.cpu(), expected)
+
+
 @pytest.fixture
 def crowded() -> Iterator[list[Tensor]]:
     hog: list[Tensor] = []

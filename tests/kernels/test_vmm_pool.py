@@ -4,6 +4,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from hybrid_rl_kernels import vmm_pool
-from hybrid_rl_kernels.vmm_pool import Region, VmmError, VmmOutOfMemoryError, VmmPool
+from hybrid_rl_kernels.vmm_pool import Region, Reserve, VmmError, VmmOutOfMemoryError, VmmPool
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -159,3 +160,50 @@ def test_other_errors_of_the_driver_are_told(pool, fake):
         region.allocate(MIB)
     with pytest.raises(VmmError, match="started before"):
         VmmPool(library=fake[0]._path)
+
+
+def test_a_first_release_takes_from_the_reserve_and_waits_for_it(pool, fake):
+    region = pool.region("reserved")
+    tensor = tensor_in(region, 6 * MIB).fill_(2.0)
+    assert pool.reserve == Reserve(num_bytes=0, taken_bytes=0, pinning_s=0.0, waited_s=0.0)
+    fake[1].fake_hold_pinning(1)
+    pool.reserve_host(6 * MIB)
+    letting_go = threading.Timer(0.05, fake[1].fake_hold_pinning, [0])
+    letting_go.start()
+    assert region.release() == 6 * MIB
+    for thread in threading.enumerate():
+        if thread.name == "pin reserve":
+            thread.join()
+    reserve = pool.reserve
+    assert (reserve.num_bytes, reserve.taken_bytes) == (6 * MIB, 6 * MIB)
+    assert 0.02 < reserve.waited_s <= reserve.pinning_s + 0.02 and reserve.pinning_s > 0.02
+    region.restore()
+    assert (tensor == 2.0).all()
+    with pytest.raises(VmmError, match="this pool has a reserve"):
+        pool.reserve_host(MIB)
+    region.release()
+
+
+def test_a_reserve_that_cannot_be_pinned_is_told_by_a_release(build):
+    """In a process of its own, whose pool has no reserve yet."""
+    code = f"""if True:
+        import ctypes, threading
+        from pathlib import Path
+        from hybrid_rl_kernels.vmm_pool import VmmError, VmmPool
+        path = Path({str(build / "libvmm_pool_fake.so")!r})
+        fake = ctypes.CDLL(str(path))
+        fake.fake_reset(ctypes.c_size_t({CAPACITY}))
+        pool = VmmPool(chunk_bytes={4 * MIB}, library=path)
+        region = pool.region("states")
+        region.allocate({4 * MIB})
+        fake.fake_fail(b"register_host", 0, 2)
+        pool.reserve_host({8 * MIB})
+        try:
+            region.release()
+        except VmmError as error:
+            print(error, region.is_resident, region.release())
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "kernels")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    said = "region states: pinning a reserve of 8388608 bytes of host memory: cuMemHostRegister returned CUDA error 2"
+    assert done.stdout.strip() == f"{said} True {4 * MIB}"
