@@ -5,12 +5,17 @@
 is a chain of affine maps, and these compose associatively. One program walks a row from its end in blocks of tokens;
 rows are those of a padded [B, T] or the sequences of packed [N] tokens. Slots that are no states are the identity.
 
+A thread holds eight tokens that follow each other, as eight tensors [C] of a C-th of a block, so that most of the
+chain is plain arithmetic and only one map per thread is scanned; compiled for Hopper, that takes 64 instructions a
+token where one scan over all tokens takes 108, a third of them exchanges between lanes.
+
 Whitening needs number, mean and sum of squared deviations of the advantages. Each row's come from the same pass, and
 merge over rows and ranks (Chan et al. 1979) without the cancellation of sums of squares.
 """
 
-# A kernel is compiled for whatever types it is given.
+# A kernel is compiled for whatever types it is given, and knows no `*tuple`.
 # mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: RUF005
 
 import torch
 import triton
@@ -19,11 +24,8 @@ from torch import Tensor
 
 from hybrid_rl_kernels.gae_reference import Mode, Rows
 
-# Measured by `profiling/bench_kernels.py --sweep` on an H200, November 2026; within 2 % all from 512 to 4096 do.
 MAX_BLOCK = 2048
-ELEMENTS_PER_THREAD = 8
-
-_NONE = tl.constexpr(2**31 - 1)  # index of a token that does not exist
+"""Tokens that a program takes at a time, eight per thread."""
 
 
 @triton.jit
@@ -33,30 +35,107 @@ def _compose(late_decay, late_sum, early_decay, early_sum):
 
 
 @triton.jit
-def _least(a, b):
-    return tl.minimum(a, b)
+def _chain(decays, sums, into):
+    """Return for maps [C], each applied to the result of the one before, what goes into each and what comes out.
+
+    into is what goes into the first.
+    """
+    places = tl.arange(0, sums.shape[0])
+    is_first = places == 0
+    decays = decays + tl.zeros_like(sums)
+    _, results = tl.associative_scan((decays, tl.where(is_first, sums + decays * into, sums)), 0, _compose)
+    return tl.where(is_first, into, tl.gather(results, tl.maximum(places - 1, 0), 0)), results
 
 
 @triton.jit
-def _merge_moments(count, mean, squares, other_count, other_mean, other_squares):
-    """Return number, mean and sum of squared deviations of two sets together."""
-    total = count + other_count
-    share = other_count / tl.maximum(total, 1.0)
-    difference = other_mean - mean
-    return total, mean + difference * share, squares + other_squares + difference * difference * count * share
+def _at_end(x):
+    """Return the last entry of x [C]."""
+    return tl.sum(tl.where(tl.arange(0, x.shape[0]) == x.shape[0] - 1, x, 0.0), axis=0)
 
 
 @triton.jit
-def _load(ptr, slots, is_inside, is_chosen):
-    """Return what a tensor holds in the chosen slots, 0 elsewhere and without a tensor.
+def _columns(x):
+    """Return the four columns [C] of x [C, 4], which a thread holds in registers."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], 2, 2)))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
 
-    Selected after a load of all, since whole vectors load faster than what a mask leaves of them.
+
+@triton.jit
+def _matrix(x0, x1, x2, x3):
+    """Return [C, 4] of its columns."""
+    return tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (x0.shape[0], 4))
+
+
+@triton.jit
+def _load(ptr, first, place, length):
+    """Return as eight [C] what a row holds at places [C] and the seven after each; 0 beyond its length."""
+    place = place[:, None] + tl.arange(0, 4)[None, :]
+    low = tl.load(ptr + first + place, mask=place < length, other=0)
+    high = tl.load(ptr + first + place + 4, mask=place + 4 < length, other=0)
+    return _columns(low) + _columns(high)
+
+
+@triton.jit
+def _store(ptr, first, place, length, x):
+    """Write eight [C] where _load would read them."""
+    place = place[:, None] + tl.arange(0, 4)[None, :]
+    tl.store(ptr + first + place, _matrix(x[0], x[1], x[2], x[3]), mask=place < length)
+    tl.store(ptr + first + place + 4, _matrix(x[4], x[5], x[6], x[7]), mask=place + 4 < length)
+
+
+@triton.jit
+def _is_set(x):
+    """Return which entries of eight [C] are not 0."""
+    result = ()
+    for k in tl.static_range(8):
+        result = result + (x[k] != 0,)
+    return result
+
+
+@triton.jit
+def _add(x, y, factor):
+    """Return x + y * factor, of eight [C] each."""
+    result = ()
+    for k in tl.static_range(8):
+        result = result + (x[k] + y[k] * factor,)
+    return result
+
+
+@triton.jit
+def _add_at(last, place, x, ptr, row, factor):
+    """Return eight [C] with what a tensor [B] holds for the row, times a factor, added at the place `last` alone.
+
+    Selected after the product: rows without tokens may hold NaN.
     """
     if ptr is None:
-        x = tl.where(is_chosen, 0.0, 0.0)
+        result = x
     else:
-        x = tl.where(is_chosen, tl.load(ptr + slots, mask=is_inside, other=0).to(tl.float32), 0.0)
-    return x
+        result, added = (), tl.load(ptr + row).to(tl.float32) * factor
+        for k in tl.static_range(8):
+            result = result + (x[k] + tl.where(place + k == last, added, 0.0),)
+    return result
+
+
+@triton.jit
+def _select(is_chosen, x):
+    """Return the chosen entries of x, both eight [C], in float32, and 0 elsewhere: there may be NaN."""
+    result = ()
+    for k in tl.static_range(8):
+        result = result + (tl.where(is_chosen[k], x[k].to(tl.float32), 0.0),)
+    return result
+
+
+@triton.jit
+def _load_selected(ptr, first, place, length, is_chosen):
+    """Return the chosen entries of a row, as _select does; 0 without a tensor."""
+    if ptr is None:
+        zeros = tl.zeros_like(place).to(tl.float32)
+        result = (zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros)
+    else:
+        result = _select(is_chosen, _load(ptr, first, place, length))
+    return result
 
 
 @triton.jit
@@ -71,29 +150,77 @@ def _row_bounds(ends_ptr, row, row_length):
 
 
 @triton.jit
-def _following(mask_ptr, first, place, length, next_sampled, IS_CARRY: tl.constexpr):
-    """Return the place of the state after each one, and whether a sampled token is there."""
-    is_after = tl.load(mask_ptr + first + place + 1, mask=place + 1 < length, other=0) != 0
-    following = place + 1
+def _last_sampled(is_sampled, place):
+    """Return the last place of a block whose token is sampled, -1 if there is none."""
+    last = tl.zeros_like(place) - 1
+    for k in tl.static_range(8):
+        last = tl.where(is_sampled[k], place + k, last)
+    return tl.max(last, axis=0)
+
+
+@triton.jit
+def _value_behind(values_ptr, mask_ptr, first, place, length, is_sampled, values, later_value, IS_CARRY: tl.constexpr):
+    """Return the value of the state after each eight tokens, and that of the block's first state for the next block.
+
+    That is the next sampled token's, or without carry the next token's, 0 if it is not sampled.
+    """
     if IS_CARRY:
-        following = tl.where(is_after, following, _NONE)
-        following = tl.minimum(tl.associative_scan(following, 0, _least, reverse=True), next_sampled)
-        is_after = following != _NONE
-    return following, is_after
+        has_none, value = tl.full(place.shape, 1.0, tl.float32), tl.zeros(place.shape, tl.float32)
+        for k in tl.static_range(7, -1, -1):
+            has_none = tl.where(is_sampled[k], 0.0, has_none)
+            value = tl.where(is_sampled[k], values[k], value)
+        behind, values_at = _chain(has_none, value, later_value)
+        later_value = _at_end(values_at)
+    elif values_ptr is None:
+        behind = tl.zeros(place.shape, tl.float32)
+    else:
+        is_inside = place + 8 < length
+        is_state = tl.load(mask_ptr + first + place + 8, mask=is_inside, other=0) != 0
+        behind = tl.load(values_ptr + first + place + 8, mask=is_inside, other=0).to(tl.float32)
+        behind = tl.where(is_state, behind, 0.0)
+    return behind, later_value
+
+
+@triton.jit
+def _stretches(rewards, values, is_sampled, behind, gamma, decay, IS_CARRY: tl.constexpr):
+    """Return (sums, decays), eight [C] each: the map of each token and those behind it among its eight."""
+    total, reach, sums, reaches = tl.zeros_like(behind), 1.0, (), ()
+    for k in tl.static_range(7, -1, -1):
+        error = rewards[k] + gamma * behind - values[k]
+        if IS_CARRY:
+            total = tl.where(is_sampled[k], error + decay * total, total)
+            reach = tl.where(is_sampled[k], decay * reach, reach)
+            behind = tl.where(is_sampled[k], values[k], behind)
+        else:
+            total = error + decay * total
+            reach = decay * reach
+            behind = values[k]
+        sums, reaches = (total,) + sums, (reach,) + reaches
+    return sums, reaches
+
+
+@triton.jit
+def _add_moments(x, is_counted, count, mean, squares):
+    """Return number, mean and squared deviations [C] with eight more [C]; x is 0 where it does not count."""
+    own_count, total = is_counted[0].to(tl.float32), x[0]
+    for k in tl.static_range(1, 8):
+        own_count += is_counted[k].to(tl.float32)
+        total += x[k]
+    own_mean = total / tl.maximum(own_count, 1.0)
+    own_squares = tl.zeros_like(total)
+    for k in tl.static_range(8):
+        deviation = tl.where(is_counted[k], x[k] - own_mean, 0.0)
+        own_squares += deviation * deviation
+    # Chan et al. 1979, equation 2.1.
+    new_count = count + own_count
+    share, difference = own_count / tl.maximum(new_count, 1.0), own_mean - mean
+    squares += own_squares + difference * difference * count * share
+    return new_count, mean + difference * share, squares
 
 
 @triton.jit
 def _add_both(a, b, c, d):
     return a + c, b + d
-
-
-@triton.jit
-def _moments(x, is_counted):
-    """Return number, mean and sum of squared deviations of one block."""
-    count, total = tl.reduce((is_counted.to(tl.float32), x), 0, _add_both)
-    mean = total / tl.maximum(count, 1.0)
-    deviation = tl.where(is_counted, x - mean, 0.0)
-    return count, mean, tl.sum(deviation * deviation, axis=0)
 
 
 @triton.jit
@@ -110,45 +237,40 @@ def hybrid_rl_gae_kernel(
     first, length = _row_bounds(ends_ptr, row, row_length)
     if decay_ptr is not None:
         decay = tl.load(decay_ptr + row)
-    last, next_sampled = tl.full([], -1, tl.int32), tl.full([], _NONE, tl.int32)
-    next_advantage = tl.full([], 0.0, tl.float32)
-    count, mean, squares = next_advantage, next_advantage, next_advantage
+    later_advantage, later_value, last = 0.0, 0.0, tl.full([], -1, tl.int32)
+    eights = tl.arange(0, BLOCK // 8)
+    count = tl.zeros([BLOCK // 8], tl.float32)
+    mean, squares = count, count
     for step in range(0, tl.cdiv(length, BLOCK)):
         start = (tl.cdiv(length, BLOCK) - 1 - step) * BLOCK
-        place = start + tl.arange(0, BLOCK)
-        slots = first + place
-        is_inside = place < length
-        is_sampled = tl.load(mask_ptr + slots, mask=is_inside, other=0) != 0
-        if last < 0:  # the last sampled token of the row, from which on there are states
-            last = tl.max(tl.where(is_sampled, place, -1), axis=0)
-        following, is_after = _following(mask_ptr, first, place, length, next_sampled, IS_CARRY)
-        if IS_CARRY:
-            next_sampled = tl.minimum(next_sampled, tl.min(tl.where(is_sampled, place, _NONE), axis=0))
-        value = _load(values_ptr, slots, is_inside, is_sampled)
-        next_value = _load(values_ptr, first + following, is_after, is_after)
-        reward = _load(rewards_ptr, slots, is_inside, is_sampled) - kl_coef * _load(
-            kl_ptr, slots, is_inside, is_sampled
+        place = start + BLOCK - 8 - 8 * eights  # from the end: a scan forwards costs no exchange between lanes
+        is_sampled = _is_set(_load(mask_ptr, first, place, length))
+        values = _load_selected(values_ptr, first, place, length, is_sampled)
+        rewards = _load_selected(rewards_ptr, first, place, length, is_sampled)
+        if kl_ptr is not None:
+            rewards = _add(rewards, _load_selected(kl_ptr, first, place, length, is_sampled), -kl_coef)
+        if last < 0 and (scores_ptr is not None or bootstrap_ptr is not None):
+            last = _last_sampled(is_sampled, place)
+        rewards = _add_at(last, place, rewards, scores_ptr, row, 1.0)
+        rewards = _add_at(last, place, rewards, bootstrap_ptr, row, gamma)
+        behind, later_value = _value_behind(
+            values_ptr, mask_ptr, first, place, length, is_sampled, values, later_value, IS_CARRY
         )
-        # A row's bootstrap value and score are read at its last token alone: rows without tokens may hold NaN.
-        is_last, same_row = place == last, row + place * 0
-        next_value += _load(bootstrap_ptr, same_row, is_last, is_last)
-        reward += _load(scores_ptr, same_row, is_last, is_last)
-        is_state = is_sampled if IS_CARRY else place <= last
-        own_decay = tl.where(is_state, decay, 1.0)
-        own_sum = tl.where(is_state, reward + gamma * next_value - value, 0.0)
-        total_decay, total = tl.associative_scan((own_decay, own_sum), 0, _compose, reverse=True)
-        advantage = total + total_decay * next_advantage
+        sums, reaches = _stretches(rewards, values, is_sampled, behind, gamma, decay, IS_CARRY)
+        into, results = _chain(reaches[0], sums[0], later_advantage)
         if start > 0:  # a reduction waits for all warps: none where the row ends
-            next_advantage = tl.sum(tl.where(place == start, advantage, 0.0), axis=0)
-        advantage = tl.where(is_sampled, advantage, 0.0)
-        tl.store(advantages_ptr + slots, advantage, mask=is_inside)
+            later_advantage = _at_end(results)
+        advantages = _select(is_sampled, _add(sums, reaches, into))
+        _store(advantages_ptr, first, place, length, advantages)
         if returns_ptr is not None:
-            tl.store(returns_ptr + slots, advantage + value, mask=is_inside)
+            _store(returns_ptr, first, place, length, _add(advantages, values, 1.0))
         if moments_ptr is not None:
-            own_count, own_mean, own_squares = _moments(advantage, is_sampled)
-            count, mean, squares = _merge_moments(count, mean, squares, own_count, own_mean, own_squares)
+            count, mean, squares = _add_moments(advantages, is_sampled, count, mean, squares)
     if moments_ptr is not None:
-        _store_moments(moments_ptr + 3 * row, count, mean, squares)
+        total_count, total = tl.reduce((count, count * mean), 0, _add_both)
+        row_mean = total / tl.maximum(total_count, 1.0)
+        deviation = mean - row_mean
+        _store_moments(moments_ptr + 3 * row, total_count, row_mean, tl.sum(squares + count * deviation * deviation, 0))
 
 
 @triton.jit
@@ -223,7 +345,7 @@ def scan(
         rows.kl_coef,
         IS_CARRY=mode == "carry",
         BLOCK=block,
-        num_warps=min(max(block // (32 * ELEMENTS_PER_THREAD), 1), 16),
+        num_warps=max(block // 256, 1),
     )
     return advantages, returns, moments
 
