@@ -7,40 +7,14 @@ Every input is read only where its mask is 1, and a NaN or inf read there is an 
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import hybrid_rl_kernels as kernels
-from hybrid_rl_kernels import gae, gae_with_moments
+from hybrid_rl_kernels import Advantages, gae_with_moments
 from hybrid_rl_kernels.reference import at_least_float32, check_same_shape
-
-
-def token_rewards(rewards: Tensor, response_mask: Tensor, *, kl: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
-    """Return the reward paid after each token: the score on the last sampled one, minus kl_coef * kl on every one.
-
-    Args:
-        rewards:       [B] float32; score of the response. Not read in rows without tokens.
-        response_mask: [B, T] bool.
-        kl:            [B, T] float32 or None; KL estimate per token.
-        kl_coef:       factor on kl.
-    Returns:
-        token_rewards: [B, T] float32, 0 outside the mask.
-    Raises:
-        ValueError: shapes do not fit, kl is missing, or a reward or kl that is read is not finite.
-    """
-    mask = response_mask.bool()
-    check_same_shape(rewards=rewards, rows=mask.any(1))
-    check_finite("rewards", rewards, mask.any(1))
-    num_left = mask.flip(1).cumsum(1).flip(1)
-    result = torch.where(mask & (num_left == 1), rewards[:, None], 0).to(at_least_float32(rewards.dtype))
-    if kl_coef == 0:
-        return result
-    if kl is None:
-        raise ValueError(f"kl_coef is {kl_coef} but kl is None: give the KL estimate of every token")
-    check_same_shape(kl=kl, response_mask=mask)
-    check_finite("kl", kl, mask)
-    return result - kl_coef * torch.where(mask, kl, 0)
 
 
 def overlong_penalty(lengths: Tensor, *, max_response_tokens: int, buffer: int, penalty: float) -> Tensor:
@@ -85,71 +59,94 @@ def length_adaptive_lambda(response_mask: Tensor, alpha: float) -> Tensor:
     return (1 - 1 / (alpha * lengths)).clamp(0, 1).float()
 
 
-def discounted_returns(token_rewards: Tensor, response_mask: Tensor, *, gamma: float) -> Tensor:
-    """Return the discounted reward still to come at each token, G_t = R_t + gamma * G_{t+1}.
+def discounted_returns(
+    rewards: Tensor, response_mask: Tensor, *, gamma: float, kl: Tensor | None = None, kl_coef: float = 0.0
+) -> Advantages:
+    """Return, as advantages, the discounted reward still to come at each token, G_t = R_t + gamma * G_{t+1}.
 
     Slots masked between two tokens are skipped, they neither discount nor end the sum: as in verl's GAE, where verl's
     own REINFORCE++ starts a new sum at each gap.
 
     Args:
-        token_rewards: [B, T] float32; reward paid after token t.
+        rewards, kl, kl_coef: see gae_advantages.
         response_mask: [B, T] bool.
         gamma:         in [0, 1].
     Returns:
-        returns: [B, T] float32, 0 outside the mask, without gradient.
+        advantages and returns [B, T] float32, the same, 0 outside the mask; their moments; without gradient.
     Raises:
-        ValueError: shapes differ, gamma leaves [0, 1], or a reward that is read is not finite.
+        ValueError: shapes differ, gamma leaves [0, 1], or a reward or kl that is read is missing or not finite.
     Source: REINFORCE++ (Hu et al. 2025) and ReMax (Li et al. 2024) build on it.
     """
     _check_unit("gamma", gamma)
-    check_same_shape(token_rewards=token_rewards, response_mask=response_mask)
     mask = response_mask.bool()
-    check_finite("token_rewards", token_rewards, mask)
-    return gae(token_rewards, torch.zeros_like(token_rewards), mask, gamma, 1.0, mode="carry")
+    return gae_with_moments(
+        None, mask, gamma=gamma, gae_lambda=1.0, mode="carry", **_payments(rewards, mask, kl, kl_coef)
+    )
 
 
 def gae_advantages(
-    token_rewards: Tensor,
+    rewards: Tensor,
     values: Tensor,
     response_mask: Tensor,
     *,
     gamma: float,
     gae_lambda: float | Tensor,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
     bootstrap_values: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return generalized advantage estimates and value targets.
+) -> Advantages:
+    """Return generalized advantage estimates, value targets, and what whitening needs of the estimates.
+
+    The reward paid after a token is its entry of rewards [B, T], or on the last sampled one the response's score
+    [B]; minus kl_coef * kl on every one.
 
     Args:
-        token_rewards:     [B, T] float32; reward paid after token t.
+        rewards:           [B] or [B, T] float32. Scores are not read in rows without tokens.
         values:            [B, T] float32; critic's estimate before token t is emitted.
         response_mask:     [B, T] bool; slots masked between two tokens count as states of value 0.
         gamma:             in [0, 1].
         gae_lambda:        in [0, 1]; one number, or one per row [B].
+        kl:                [B, T] float32 or None; KL estimate per token.
+        kl_coef:           factor on kl.
         bootstrap_values:  [B] float32 or None; value after the last token, for truncated rows; 0 when None.
     Returns:
-        advantages, returns: [B, T] float32, 0 outside the mask; not whitened, without gradient.
+        advantages and returns [B, T] float32, 0 outside the mask; not whitened, without gradient.
     Raises:
-        ValueError: shapes differ, a coefficient leaves [0, 1], or a value that is read is not finite.
+        ValueError: shapes differ, a coefficient leaves [0, 1], kl is missing, or what is read is not finite.
     Source: Schulman et al. 2016, eq. 16.
     """
     _check_unit("gamma", gamma)
     _check_unit("gae_lambda", gae_lambda)
-    check_same_shape(token_rewards=token_rewards, values=values, response_mask=response_mask)
     mask = response_mask.bool()
-    check_finite("token_rewards", token_rewards, mask)
+    check_same_shape(values=values, response_mask=mask)
     check_finite("values", values, mask)
     if bootstrap_values is not None:
         check_same_shape(bootstrap_values=bootstrap_values, rows=mask.any(1))
         check_finite("bootstrap_values", bootstrap_values, mask.any(1))
-    estimates = gae_with_moments(
+    return gae_with_moments(
         values,
         mask,
         gamma=gamma,
         gae_lambda=gae_lambda,
-        token_rewards=token_rewards,
         bootstrap_values=bootstrap_values,
+        **_payments(rewards, mask, kl, kl_coef),
     )
-    return estimates.advantages, estimates.returns
+
+
+def _payments(rewards: Tensor, mask: Tensor, kl: Tensor | None, kl_coef: float) -> dict[str, Any]:
+    """Return the arguments of gae_with_moments that say what is paid after each token, checked."""
+    is_score = rewards.dim() == 1
+    is_read = mask.any(1) if is_score else mask
+    check_same_shape(rewards=rewards, **{"rows" if is_score else "response_mask": is_read})
+    check_finite("rewards", rewards, is_read)
+    paid: dict[str, Any] = {"scores" if is_score else "token_rewards": rewards}
+    if kl_coef == 0:
+        return paid
+    if kl is None:
+        raise ValueError(f"kl_coef is {kl_coef} but kl is None: give the KL estimate of every token")
+    check_same_shape(kl=kl, response_mask=mask)
+    check_finite("kl", kl, mask)
+    return paid | {"kl": kl, "kl_coef": kl_coef}
 
 
 def masked_sums(x: Tensor, mask: Tensor) -> Tensor:

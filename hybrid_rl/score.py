@@ -14,7 +14,6 @@ from hybrid_rl.advantage import (
     group_advantages,
     length_adaptive_lambda,
     moments,
-    token_rewards,
     whiten,
 )
 from hybrid_rl.batch import Packed, TrainBatch, pack, split
@@ -23,7 +22,7 @@ from hybrid_rl.correction import importance_weights
 from hybrid_rl.distributed import World
 from hybrid_rl.loss import kl_estimate
 from hybrid_rl.models import packed_inputs
-from hybrid_rl_kernels import merge_moments
+from hybrid_rl_kernels import Advantages, merge_moments
 
 Forward = Callable[..., Any]
 """An Actor or a ValueModel, plain or behind a training engine."""
@@ -148,15 +147,18 @@ def add_advantages(
     if batch.ref_logprobs is not None:
         kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, config.kl_estimator)
         sums["kl"] = float(torch.where(mask, kl, 0).sum())
-    returns, coef = None, config.kl_coef if kl_coef is None else kl_coef
+    coef = config.kl_coef if kl_coef is None else kl_coef
     if config.kl_in == "loss":
         coef = 0.0
+    returns, of_tokens = None, None
     if config.estimator in ("gae", "reinforce_pp", "remax"):
-        rewards = token_rewards(batch.rewards, mask, kl=kl, kl_coef=coef)
+        kl_on_device = None if kl is None else kl.to(world.device)
+        paid: dict[str, Any] = {"rewards": batch.rewards.to(world.device), "kl": kl_on_device, "kl_coef": coef}
         if config.estimator == "gae":
-            advantages, returns = _gae(batch, rewards, config, bootstrap_values, world.device)
+            estimates, returns = _gae(batch, paid, config, bootstrap_values, world.device)
         else:
-            advantages = discounted_returns(*_on(world.device, rewards, mask), gamma=config.gamma).cpu()
+            estimates = discounted_returns(response_mask=mask.to(world.device), gamma=config.gamma, **paid)
+        advantages, of_tokens = estimates.advantages.cpu(), estimates.moments
     else:
         scores = group_advantages(
             batch.rewards, batch.group_ids, estimator=config.estimator, lengths=batch.response_lengths
@@ -168,36 +170,35 @@ def add_advantages(
         assert batch.baselines is not None
         advantages = torch.where(mask, advantages - batch.baselines[:, None], 0)
     if config.whiten and config.estimator in WHITENED:
-        x, places = _on(world.device, advantages, mask)
-        of_ranks = torch.stack(world.gather(moments(x, places).cpu()))
-        advantages = whiten(x, places, merge_moments(of_ranks).to(world.device)).cpu()
+        x, places = advantages.to(world.device), mask.to(world.device)
+        of_ranks = world.gather((moments(x, places) if of_tokens is None else of_tokens).cpu())
+        advantages = whiten(x, places, merge_moments(torch.stack(of_ranks)).to(world.device)).cpu()
     return batch.with_fields(advantages=advantages, returns=returns), sums
-
-
-def _on(device: torch.device, *tensors: Tensor) -> list[Tensor]:
-    """Return the tensors on the device, where a scan over tokens is one kernel."""
-    return [x.to(device) for x in tensors]
 
 
 def _gae(
     batch: TrainBatch,
-    rewards: Tensor,
+    paid: dict[str, Any],
     config: AdvantageConfig,
     bootstrap_values: Tensor | None,
     device: torch.device,
-) -> tuple[Tensor, Tensor]:
-    """Return advantages and value targets, each with its own lambda where the settings decouple them."""
+) -> tuple[Advantages, Tensor]:
+    """Return the actor's estimates, and value targets with a lambda of their own where the settings decouple them."""
     assert batch.values is not None
-    rewards, values, mask = _on(device, rewards, batch.values, batch.response_mask)
+    mask = batch.response_mask.to(device)
     if bootstrap_values is not None:
         bootstrap_values = (bootstrap_values * batch.is_truncated).to(device)
     estimate = functools.partial(
-        gae_advantages, rewards, values, mask, gamma=config.gamma, bootstrap_values=bootstrap_values
+        gae_advantages,
+        values=batch.values.to(device),
+        response_mask=mask,
+        gamma=config.gamma,
+        bootstrap_values=bootstrap_values,
+        **paid,
     )
     actor_lambda: float | Tensor = config.gae_lambda
     if config.length_adaptive_alpha is not None:
         actor_lambda = length_adaptive_lambda(mask, config.length_adaptive_alpha)
-    advantages, returns = estimate(gae_lambda=actor_lambda)
-    if config.critic_lambda is not None:
-        _, returns = estimate(gae_lambda=config.critic_lambda)
-    return advantages.cpu(), returns.cpu()
+    estimates = estimate(gae_lambda=actor_lambda)
+    targets = estimates if config.critic_lambda is None else estimate(gae_lambda=config.critic_lambda)
+    return estimates, targets.returns.cpu()

@@ -16,10 +16,9 @@ from hybrid_rl.advantage import (
     masked_sums,
     moments,
     overlong_penalty,
-    token_rewards,
     whiten,
 )
-from hybrid_rl_kernels import merge_moments
+from hybrid_rl_kernels import Advantages, merge_moments
 
 GARBAGE = [math.nan, math.inf, -math.inf, 3e38, -7.5]
 # pad id == EOS id == 2: `5 6 2 2 2`, cut `5 6 7 8 9`, `2 2 2 2 2` of length 1, and an empty response.
@@ -33,27 +32,44 @@ def random_batch(seed: int, B: int = 4, T: int = 7) -> tuple[Tensor, Tensor, Ten
     return x, y, torch.arange(T) < torch.randint(0, T + 1, (B, 1), generator=generator)
 
 
+def both(estimates: Advantages) -> tuple[Tensor, Tensor]:
+    return estimates.advantages, estimates.returns
+
+
+def paid(rewards: Tensor, mask: Tensor, **kl: Tensor | float) -> list[list[float]]:
+    """Return the reward after each token: what is still to come where nothing later counts."""
+    return discounted_returns(rewards, mask, gamma=0, **kl).advantages.tolist()
+
+
 def test_score_stands_on_the_last_sampled_token():
-    rewards = torch.tensor([1.0, 2, 3, 4])
-    assert token_rewards(rewards, LENGTHS_MASK).tolist() == [
+    assert paid(torch.tensor([1.0, 2, 3, 4]), LENGTHS_MASK) == [
         [0, 0, 1, 0, 0],
         [0, 0, 0, 0, 2],
         [3, 0, 0, 0, 0],
         [0, 0, 0, 0, 0],
     ]
-    assert token_rewards(torch.tensor([1.0]), torch.tensor([[1, 0, 1, 0]])).tolist() == [[0, 0, 1, 0]]  # behind a gap
+    assert paid(torch.tensor([1.0]), torch.tensor([[1, 0, 1, 0]])) == [[0, 0, 1, 0]]  # behind a gap
 
 
 def test_kl_is_subtracted_on_every_token():
     kl = torch.tensor([[1.0, 2, 3, 4, 5]] * 4)
     # Row 0 with coefficient 0.5: -0.5*1, -0.5*2, 1 - 0.5*3; the empty row gets nothing.
-    result = token_rewards(torch.ones(4), LENGTHS_MASK, kl=kl, kl_coef=0.5)
-    assert result.tolist() == [
+    assert paid(torch.ones(4), LENGTHS_MASK, kl=kl, kl_coef=0.5) == [
         [-0.5, -1, -0.5, 0, 0],
         [-0.5, -1, -1.5, -2, -1.5],
         [0.5, 0, 0, 0, 0],
         [0, 0, 0, 0, 0],
     ]
+
+
+def test_scores_and_kl_are_rewards_of_tokens():
+    kl, values, mask = random_batch(7)
+    scores, options = torch.tensor([1.0, -2, 3, 4]), {"gamma": 0.9, "gae_lambda": 0.8}
+    shaped = gae_advantages(scores, values, mask, kl=kl, kl_coef=0.3, **options)
+    plain = gae_advantages(torch.tensor(paid(scores, mask, kl=kl, kl_coef=0.3)), values, mask, **options)
+    torch.testing.assert_close(shaped.advantages, plain.advantages)
+    torch.testing.assert_close(shaped.returns, plain.returns)
+    torch.testing.assert_close(shaped.moments, moments(shaped.advantages, mask))
 
 
 @settings(max_examples=40, deadline=None)
@@ -65,9 +81,9 @@ def test_masked_slots_change_no_bit(seed, garbage):
     dirty.append(torch.where(mask.any(1), x[:, 0], garbage))
     runs = [
         (
-            token_rewards(scores, mask, kl=kl, kl_coef=0.1),
-            *gae_advantages(kl, values, mask, gamma=0.9, gae_lambda=0.8, bootstrap_values=scores),
-            discounted_returns(kl, mask, gamma=0.9),
+            discounted_returns(scores, mask, gamma=0.9, kl=kl, kl_coef=0.1).advantages,
+            *both(gae_advantages(kl, values, mask, gamma=0.9, gae_lambda=0.8, bootstrap_values=scores)),
+            discounted_returns(kl, mask, gamma=0.9).advantages,
             whiten(kl, mask),
         )
         for kl, values, scores in (clean, dirty)
@@ -81,7 +97,7 @@ def test_gae_by_hand():
     mask = torch.ones(1, 3, dtype=torch.bool)
     rewards, values = torch.tensor([[0.0, 0, 1]]), torch.tensor([[0.5, 1, 2]])
     # gamma = lambda = 0.5. A_2 = 1 - 2; A_1 = (0.5*2 - 1) + 0.25*A_2; A_0 = (0.5*1 - 0.5) + 0.25*A_1; return = A + V
-    advantages, returns = gae_advantages(rewards, values, mask, gamma=0.5, gae_lambda=0.5)
+    advantages, returns = both(gae_advantages(rewards, values, mask, gamma=0.5, gae_lambda=0.5))
     assert advantages.tolist() == [[-0.0625, -0.25, -1]]
     assert returns.tolist() == [[0.4375, 0.75, 1]]
 
@@ -90,7 +106,7 @@ def test_gae_with_a_lambda_per_row_by_hand():
     rewards, mask = torch.tensor([[0.0, 0, 1], [0, 0, 1]]), torch.ones(2, 3, dtype=torch.bool)
     lambdas = torch.tensor([0.5, 1])
     # Values are 0, so A_t = R_t + gamma * lambda * A_{t+1}, with a factor of 0.25 and of 0.5.
-    advantages, _ = gae_advantages(rewards, torch.zeros(2, 3), mask, gamma=0.5, gae_lambda=lambdas)
+    advantages, _ = both(gae_advantages(rewards, torch.zeros(2, 3), mask, gamma=0.5, gae_lambda=lambdas))
     assert advantages.tolist() == [[0.0625, 0.25, 1], [0.25, 0.5, 1]]
 
 
@@ -109,12 +125,12 @@ def test_discounted_returns_by_hand():
     rewards = torch.tensor([[1.0, 2, 4, 9], [1, 9, 4, 9], [9, 9, 9, 9]])
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 0], [0, 0, 0, 0]])
     # gamma 0.5. Row 0: 4, 2 + 0.5*4, 1 + 0.5*4. Row 1 skips its gap: 4, 1 + 0.5*4.
-    returns = discounted_returns(rewards, mask, gamma=0.5)
+    returns = discounted_returns(rewards, mask, gamma=0.5).advantages
     assert returns.tolist() == [[3, 4, 4, 0], [3, 0, 4, 0], [0, 0, 0, 0]]
 
 
 def test_undiscounted_score_reaches_every_token():
-    returns = discounted_returns(token_rewards(torch.tensor([1.0, 2, 3, 4]), LENGTHS_MASK), LENGTHS_MASK, gamma=1)
+    returns = discounted_returns(torch.tensor([1.0, 2, 3, 4]), LENGTHS_MASK, gamma=1).advantages
     assert returns.tolist() == [[1, 1, 1, 0, 0], [2, 2, 2, 2, 2], [3, 0, 0, 0, 0], [0, 0, 0, 0, 0]]
 
 
@@ -122,9 +138,9 @@ def test_discounted_returns_name_what_is_wrong():
     x = torch.ones(2, 2)
     with pytest.raises(ValueError, match=r"gamma must lie in \[0, 1\], got 1.5"):
         discounted_returns(x, x, gamma=1.5)
-    with pytest.raises(ValueError, match=r"response_mask \[2\]"):
-        discounted_returns(x, x[0], gamma=1)
-    with pytest.raises(ValueError, match="token_rewards is nan in row 0, token 1"):
+    with pytest.raises(ValueError, match=r"response_mask \[1, 2\]"):
+        discounted_returns(x, x[:1], gamma=1)
+    with pytest.raises(ValueError, match="rewards is nan in row 0, token 1"):
         discounted_returns(torch.tensor([[0, math.nan]]), torch.ones(1, 2), gamma=1)
 
 
@@ -145,17 +161,17 @@ def test_overlong_penalty_by_hand():
 def test_rows_do_not_know_of_each_other():
     rewards, values, mask = random_batch(3)
     bootstrap = torch.linspace(-1, 1, len(mask))
-    together = gae_advantages(rewards, values, mask, gamma=0.9, gae_lambda=0.8, bootstrap_values=bootstrap)
+    together = both(gae_advantages(rewards, values, mask, gamma=0.9, gae_lambda=0.8, bootstrap_values=bootstrap))
     for b, length in enumerate(mask.sum(1)):
         alone = (x[b : b + 1, :length] for x in (rewards, values, mask))
         results = gae_advantages(*alone, gamma=0.9, gae_lambda=0.8, bootstrap_values=bootstrap[b : b + 1])
-        for ours, expected in zip(together, results, strict=True):
+        for ours, expected in zip(together, both(results), strict=True):
             assert torch.equal(ours[b, :length], expected[0])
 
 
 def test_advantages_carry_no_gradient():
     rewards, values, mask = random_batch(0)
-    advantages, returns = gae_advantages(rewards, values.requires_grad_(), mask, gamma=1, gae_lambda=0.95)
+    advantages, returns = both(gae_advantages(rewards, values.requires_grad_(), mask, gamma=1, gae_lambda=0.95))
     assert not advantages.requires_grad and not returns.requires_grad
 
 
@@ -171,27 +187,29 @@ def test_advantages_carry_no_gradient():
         ({"bootstrap_values": torch.ones(3)}, "bootstrap_values"),
         ({"bootstrap_values": torch.tensor([0, math.inf])}, "bootstrap_values is inf in row 1"),
         ({"values": torch.tensor([[0.0, 0], [0, math.nan]])}, "values is nan in row 1, token 1"),
-        ({"token_rewards": torch.tensor([[0, -math.inf], [0, 0]])}, "token_rewards is -inf in row 0, token 1"),
+        ({"rewards": torch.tensor([[0, -math.inf], [0, 0]])}, "rewards is -inf in row 0, token 1"),
     ],
 )
 def test_gae_names_what_is_wrong(changes, message):
     x = torch.ones(2, 2)
-    good = {"token_rewards": x, "values": x, "response_mask": x.bool(), "gamma": 1, "gae_lambda": 1}
+    good = {"rewards": x, "values": x, "response_mask": x.bool(), "gamma": 1, "gae_lambda": 1}
     with pytest.raises(ValueError, match=message):
         gae_advantages(**{**good, **changes})
 
 
-def test_token_rewards_names_what_is_wrong():
+def test_payments_name_what_is_wrong():
     with pytest.raises(ValueError, match="rewards is nan in row 2"):
-        token_rewards(torch.tensor([0, 0, math.nan, math.nan]), LENGTHS_MASK)
+        paid(torch.tensor([0, 0, math.nan, math.nan]), LENGTHS_MASK)
     kl = torch.zeros(4, 5)
     kl[1, 4] = math.inf
     with pytest.raises(ValueError, match="kl is inf in row 1, token 4"):
-        token_rewards(torch.zeros(4), LENGTHS_MASK, kl=kl, kl_coef=0.1)
+        paid(torch.zeros(4), LENGTHS_MASK, kl=kl, kl_coef=0.1)
     with pytest.raises(ValueError, match="kl is None"):
-        token_rewards(torch.zeros(4), LENGTHS_MASK, kl_coef=0.1)
+        paid(torch.zeros(4), LENGTHS_MASK, kl_coef=0.1)
+    with pytest.raises(ValueError, match=r"rewards \[3\]"):
+        paid(torch.zeros(3), LENGTHS_MASK)
     with pytest.raises(ValueError, match=r"rewards \[4, 1\]"):
-        token_rewards(torch.zeros(4, 1), LENGTHS_MASK)
+        paid(torch.zeros(4, 1), LENGTHS_MASK)
 
 
 def test_whiten_by_hand():
