@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from hybrid_rl.engines.deepspeed import TrainEngine
 from hybrid_rl.engines.flat import FlatWeights
 from hybrid_rl.engines.group import GroupEngine, check_groups
 from hybrid_rl.engines.start import start_engine
+from hybrid_rl.engines.ulysses import share_tokens
 from hybrid_rl.judge import RewardSources
 from hybrid_rl.layout import why_copy
 from hybrid_rl.memory import FrozenModule, MemoryManager, Phase, PooledModule, Resident
@@ -44,11 +45,14 @@ from hybrid_rl.resume import find_checkpoint, make_saver, open_phase_log
 from hybrid_rl.rewards import RemoteScorer, RunningNormalizer
 from hybrid_rl.rewards.reencode import reencode
 from hybrid_rl.score import Forward, Packing, sequence_values
+from hybrid_rl.sequence_parallel import apply_together
 from hybrid_rl.sync import AliasSync, CopySync, WeightSync
 from hybrid_rl.tenants import Tenants
 from hybrid_rl.update import num_optimizer_steps
 
 logger = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=PackedModel)
 
 
 class Counter(Protocol):
@@ -69,6 +73,8 @@ class Run:
 
     config: Config
     world: World
+    batch_world: World
+    """This rank among those whose sequences differ from SCORE to the updates: one of each group that shares tokens."""
     data: Data
     recorder: Recorder
     memory: MemoryManager
@@ -134,6 +140,8 @@ class Builder:
         self._memory = memory
         self._timeline = timeline
         self._resume_from = resume_from
+        size = config.update.sequence_parallel_size
+        self._sharers = world.consecutive(size, on_device=True) if size > 1 else None
         self._tenants = Tenants(config, world.device, stays=memory.stays)
         self._step_sizes = [
             prompts * config.rollout.group_size for prompts in data.loader.batch_sizes(config.run.num_steps)
@@ -152,13 +160,13 @@ class Builder:
         steps = config.update.critic_warmup_steps
         load = functools.partial(load_actor, paths.actor, paths, world.device, field="models.actor", lora=paths.lora)
         if self._shares_weights():
-            module = load()
+            module = self._shared("models.actor", paths.actor, load())
             flat = FlatWeights(module.model, world)
             engine = self._engine(flat.share())
             actor = self.trained("actor", module, skipped_steps=steps, flat=flat)
             return engine, actor, AliasSync(actor, engine, config.sync, world.device, timeline, flat=flat)
         engine = self._engine(None)
-        actor = self.trained("actor", load(), skipped_steps=steps)
+        actor = self.trained("actor", self._shared("models.actor", paths.actor, load()), skipped_steps=steps)
         return engine, actor, CopySync(actor, engine, config.sync, world.device, timeline)
 
     def _shares_weights(self) -> bool:
@@ -178,6 +186,9 @@ class Builder:
         if obstacle and world.is_main:
             logger.warning("the engine gets copies of the trainer's weights: %s", obstacle)
         return obstacle is None
+
+    def _shared(self, field: str, path: str, module: M) -> M:
+        return share_tokens(module, self._sharers, path, field=field)
 
     def _engine(self, shared: SharedWeights | None) -> RolloutEngine:
         config, world, size = self._config, self._world, self._config.rollout.tensor_parallel_size
@@ -217,7 +228,7 @@ class Builder:
         path = paths.critic or paths.reward or paths.actor
         device = self._world.device
         module = load_value_model(path, paths, device, field="models.critic", new_head=True, lora=paths.lora)
-        critic = self.trained("critic", module)
+        critic = self.trained("critic", self._shared("models.critic", path, module))
         self.park("critic", critic)
         return critic
 
@@ -239,7 +250,8 @@ class Builder:
             return None
         if config.shares_reference:
             return actor.reference_forward
-        module = load_actor(paths.reference or paths.actor, paths, self._world.device, field="models.reference")
+        path, field = paths.reference or paths.actor, "models.reference"
+        module = self._shared(field, path, load_actor(path, paths, self._world.device, field=field))
         tenant = self.frozen("reference", module)
         if not paths.reference_every_steps:
             return module
@@ -255,30 +267,33 @@ class Builder:
         self._load(average, "average")
         return average
 
-    def ptx(self) -> PtxLoss | None:
+    def ptx(self, batch_world: World) -> PtxLoss | None:
         """Return the language-model loss beside the actor's, if the run has one."""
         config, texts, limit = self._config, self._data.ptx_texts, self._config.update.micro_batch_tokens
         if not texts:
             return None
-        return PtxLoss(texts, config.ptx, self._world, seed=config.run.seed, micro_batch_tokens=limit)
+        return PtxLoss(texts, config.ptx, batch_world, seed=config.run.seed, micro_batch_tokens=limit)
 
     def _load(self, part: checkpoint.Saved, name: str) -> None:
         if self._resume_from:
             part.load(self._resume_from / name)
 
-    def sources(self) -> RewardSources:
+    def sources(self, batch_world: World) -> RewardSources:
         """Return all that judges responses."""
         config, data, world = self._config, self._data, self._world
         reward, model = config.reward, None
         if config.models.reward:
-            module = load_value_model(config.models.reward, config.models, world.device, field="models.reward")
+            path, field, sharers = config.models.reward, "models.reward", self._sharers
+            module = self._shared(field, path, load_value_model(path, config.models, world.device, field=field))
             self.frozen("reward_model", module)
-            packing = Packing(max_tokens=config.update.micro_batch_tokens, world=world)
+            packing = Packing(max_tokens=config.update.micro_batch_tokens, world=batch_world)
 
             def model(rollouts: Sequence[Rollout]) -> Tensor:
                 if data.reward_tokenizer is not None:
                     rollouts = reencode(rollouts, data.reward_tokenizer, actor_tokenizer=data.tokenizer)
-                return sequence_values(module, make_train_batch(rollouts), packing)
+                return apply_together(
+                    sharers, rollouts, lambda everyone: sequence_values(module, make_train_batch(everyone), packing)
+                )
 
         remote = None
         if reward.remote_urls:
@@ -293,7 +308,9 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
         ConfigError: a setting or an input file cannot work, or the models do not fit; before any model loads.
     """
     world = join_world()
-    check_groups(config.rollout.tensor_parallel_size, world)
+    check_groups("rollout.tensor_parallel_size", config.rollout.tensor_parallel_size, world)
+    check_groups("update.sequence_parallel_size", config.update.sequence_parallel_size, world)
+    batch_world = world.strided(config.update.sequence_parallel_size)
     plan = plan_run(config, world, residency)
     config = plan.sized(config)
     torch.manual_seed(config.run.seed)
@@ -304,7 +321,7 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
         state = checkpoint.read_state(resume_from)
         steps_done = state["step"]
         data.loader.load_state_dict(state["loader"])  # refuses other data, before a model loads
-    recorder = Recorder(config, world)
+    recorder = Recorder(config, world, batch_world)
     memory = MemoryManager(plan.residency, world.device, recorder.timeline, planned=plan.peaks)
     builder = Builder(config, world, data, memory, recorder.timeline, resume_from)
     builder.reserve_host(plan.rows)
@@ -317,6 +334,7 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
     run = Run(
         config=config,
         world=world,
+        batch_world=batch_world,
         data=data,
         recorder=recorder,
         memory=memory,
@@ -324,11 +342,11 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
         actor=actor,
         critic=critic,
         reference=builder.reference(actor),
-        sources=builder.sources(),
+        sources=builder.sources(batch_world),
         normalizer=RunningNormalizer() if config.reward.normalize else None,
         kl=KlController(advantage.kl_coef, target=advantage.kl_target, horizon=advantage.kl_horizon),
         average=average,
-        ptx=builder.ptx(),
+        ptx=builder.ptx(batch_world),
         sync=sync,
         saver=make_saver(config, world, [actor, *([critic] if critic else [])]),
         phase_log=open_phase_log(config, world, steps_done),

@@ -246,7 +246,9 @@ class UpdateConfig:
     mini_batch_size: int = 128
     """Responses per optimizer step, all ranks; must divide the step's responses."""
     micro_batch_tokens: int = 8192
-    """Tokens packed into one forward, per rank. The result does not depend on it."""
+    """Tokens packed into one forward, of each rank or of all that share them. The result does not depend on it."""
+    sequence_parallel_size: int = 1
+    """Ranks that share the tokens of each micro-batch, for long responses; consecutive ranks of one node."""
     policy_loss: Literal["clip", "gspo", "cispo", "pg"] = "clip"
     """PPO's clip, GSPO's sequence ratio, CISPO's clipped weight, or the plain policy gradient; see hybrid_rl.loss."""
     clip_low: float = 0.2

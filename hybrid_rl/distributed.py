@@ -36,16 +36,22 @@ class World:
         """Return the same ranks on a connection of their own, for a thread whose collectives overlap the run's."""
         return self if self.size == 1 else dataclasses.replace(self, group=dist.new_group(backend="gloo"))
 
-    def consecutive(self, size: int) -> "World":
+    def consecutive(self, size: int, *, on_device: bool = False) -> "World":
         """Return this rank's part when the ranks are cut into groups of `size` neighbours; size divides their number.
 
-        Its collectives wait for as long as one rank may generate for the others.
+        Its collectives wait for as long as one rank may generate for the others; with on_device they are for tensors
+        of the run's device, and wait no longer than the run's own.
         """
-        groups = [
-            dist.new_group(list(range(first, first + size)), backend="gloo", timeout=GENERATION_TIMEOUT)
-            for first in range(0, self.size, size)
-        ]
+        options: dict[str, Any] = {} if on_device else {"backend": "gloo", "timeout": GENERATION_TIMEOUT}
+        groups = [dist.new_group(list(range(first, first + size)), **options) for first in range(0, self.size, size)]
         return dataclasses.replace(self, rank=self.rank % size, size=size, group=groups[self.rank // size])
+
+    def strided(self, size: int) -> "World":
+        """Return this rank's part among those that have its place in such groups: one rank of each group."""
+        if size == 1:
+            return self
+        groups = [dist.new_group(list(range(place, self.size, size)), backend="gloo") for place in range(size)]
+        return dataclasses.replace(self, rank=self.rank // size, size=self.size // size, group=groups[self.rank % size])
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of the tensor over ranks, same shape and dtype."""

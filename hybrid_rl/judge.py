@@ -165,10 +165,14 @@ def spread_groups(num_tokens: Sequence[int], num_ranks: int) -> list[int]:
     return ranks
 
 
-def spread_by_tokens(scored: Scored, world: World) -> Scored:
+def spread_by_tokens(scored: Scored, world: World, batch_world: World) -> Scored:
     """Return this rank's share of all ranks' responses, so that the ranks train on about as many tokens each.
 
     A rank that drew the long responses would keep the others waiting. Groups stay together: their baselines need that.
+
+    Args:
+        world: all ranks.
+        batch_world: see Run; ranks that have the same place in it get the same share.
     """
     if world.size == 1:
         return scored
@@ -177,14 +181,14 @@ def spread_by_tokens(scored: Scored, world: World) -> Scored:
         sizes[rollout.prompt.prompt_id] += len(rollout.prompt.token_ids) + len(rollout.response_ids)
     everyone = {group: size for part in world.gather(dict(sizes)) for group, size in part.items()}
     groups = sorted(everyone)
-    rank_of = dict(zip(groups, spread_groups([everyone[g] for g in groups], world.size), strict=True))
-    leaving: dict[int, list[int]] = defaultdict(list)
+    share_of = dict(zip(groups, spread_groups([everyone[g] for g in groups], batch_world.size), strict=True))
+    rows_of: dict[int, list[int]] = {batch_world.rank: []}
     for row, rollout in enumerate(scored.rollouts):
-        leaving[rank_of[rollout.prompt.prompt_id]].append(row)
-    staying = scored.select(leaving.pop(world.rank, []))
-    sent = {rank: replace(scored.select(rows), num_failed=0) for rank, rows in leaving.items()}  # counted where it was
-    received = [part[world.rank] for part in world.gather(sent) if world.rank in part]
-    share = functools.reduce(Scored.__add__, received, staying)
+        rows_of.setdefault(share_of[rollout.prompt.prompt_id], []).append(row)
+    sent = {place: replace(scored.select(rows), num_failed=0) for place, rows in rows_of.items()}
+    sent[batch_world.rank] = replace(sent[batch_world.rank], num_failed=scored.num_failed)  # counted where it was
+    received = [part[batch_world.rank] for part in world.gather(sent) if batch_world.rank in part]
+    share = functools.reduce(Scored.__add__, received)
     return share.select(sorted(range(len(share.rollouts)), key=lambda row: share.rollouts[row].sequence_id))
 
 

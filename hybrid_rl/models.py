@@ -29,6 +29,7 @@ from hybrid_rl.packed import (
     packed_inputs,
     settle_layout,
 )
+from hybrid_rl.sequence_parallel import check_heads
 
 __all__ = [
     "Actor",
@@ -132,6 +133,8 @@ def _check_classes(config: Config, configs: dict[str, PretrainedConfig]) -> None
         choose_attention(
             config.models.attention, torch.device("cpu"), torch.float32, model_class, model_config, field=field
         )
+        if config.update.sequence_parallel_size > 1:
+            check_heads(model_config, config.update.sequence_parallel_size, where=field)
         if lora.rank and lora.target_modules and field in ("models.actor", "models.critic"):
             model, head = _empty(model_class, model_config, is_policy=is_policy)
             check_targets(model, lora, heads=[head])

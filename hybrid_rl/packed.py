@@ -13,6 +13,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hybrid_rl.attention import packing_arguments
 from hybrid_rl.batch import Packed
 from hybrid_rl.config import ModelsConfig, check
+from hybrid_rl.distributed import World
+from hybrid_rl.sequence_parallel import TokenShare, pad_to_share
 from hybrid_rl_kernels import fused_logprobs, token_loss_one_pass
 
 _logger = logging.getLogger(__name__)
@@ -88,20 +90,28 @@ class PackedModel(nn.Module):
         self.model = model
         self.is_padded = not _can_pack(model)
         """Whether sequences are laid out in rows of equal length on their way through the model."""
+        self.ranks: World | None = None
+        """The ranks that share each micro-batch's tokens, see sequence_parallel.py; None runs all of them here."""
 
     def arguments(
         self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_length: int
     ) -> dict[str, Tensor | int]:
-        """Return what the Hugging Face model is called with: one row of N tokens, or [S, L] padded on the right."""
+        """Return what the Hugging Face model is called with: one row of N tokens, or [S, L] padded on the right.
+
+        Where ranks share tokens, masks and lengths are of all tokens, and the row is this rank's slice of it.
+        """
         if not self.is_padded:
-            arguments = packing_arguments(self.model, cu_seqlens, max_length, input_ids.shape[1])
-            return {"input_ids": input_ids, "position_ids": position_ids, **arguments}
+            rank, size = (self.ranks.rank, self.ranks.size) if self.ranks else (0, 1)
+            ids, positions, ends, longest = pad_to_share(input_ids, position_ids, cu_seqlens, max_length, size)
+            arguments = packing_arguments(self.model, ends, longest, ids.shape[1])
+            own = {"input_ids": ids.chunk(size, dim=1)[rank], "position_ids": positions.chunk(size, dim=1)[rank]}
+            return own | arguments
         mask = _row_mask(cu_seqlens, max_length)
         rows = input_ids.new_zeros(mask.shape).masked_scatter(mask, input_ids)
         return {"input_ids": rows, "attention_mask": mask.long()}
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_length: int) -> Tensor:
-        """Return the last hidden states, [N, H]."""
+        """Return the last hidden states, [N, H], or of this rank's slice of N."""
         arguments = self.arguments(input_ids, position_ids, cu_seqlens, max_length)
         output = self.model.base_model(use_cache=False, **arguments).last_hidden_state
         return output[_row_mask(cu_seqlens, max_length)] if self.is_padded else output[0]
@@ -142,7 +152,13 @@ class Actor(PackedModel):
         With loss_of_logprobs, what LogprobHead returns then.
         """
         hidden = self.hidden(input_ids, position_ids, cu_seqlens, max_length)
-        return self.model.get_output_embeddings()(hidden[index], targets, temperature, loss_of_logprobs)
+        head = self.model.get_output_embeddings()
+        if self.ranks is None:
+            return head(hidden[index], targets, temperature, loss_of_logprobs)
+        share = TokenShare(self.ranks, input_ids.shape[1], index)
+        own_loss = share.shifted(loss_of_logprobs)
+        *losses, logprobs, entropy = head(hidden[share.index], targets[share.read], temperature, own_loss)
+        return (*map(share.total, losses), *share.join(logprobs, entropy))
 
 
 class ValueModel(PackedModel):
@@ -153,7 +169,10 @@ class ValueModel(PackedModel):
     ) -> Tensor:
         """Return the head's output at positions index [R] of N, [R] float32."""
         hidden = self.hidden(input_ids, position_ids, cu_seqlens, max_length)
-        return self.model.score(hidden[index])
+        if self.ranks is None:
+            return self.model.score(hidden[index])
+        share = TokenShare(self.ranks, input_ids.shape[1], index)
+        return share.join(self.model.score(hidden[share.index]))[0]
 
 
 def packed_inputs(packed: Packed) -> dict[str, Any]:
@@ -166,7 +185,7 @@ def packed_inputs(packed: Packed) -> dict[str, Any]:
     }
 
 
-def _probe(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any]]:
+def probe_inputs(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the inputs of two packed sequences, and of the second alone, its four tokens the last of seven."""
     places = torch.tensor([[0, 1, 2, 0, 1, 2, 3]], device=model.device)
     ids = torch.arange(7, device=model.device)[None] % model.config.get_text_config().vocab_size
@@ -175,7 +194,7 @@ def _probe(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any]]:
     return both, both | {"input_ids": ids[:, 3:], "position_ids": places[:, 3:], "cu_seqlens": ends[1:] - 3}
 
 
-def _is_close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+def is_close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
     """Return whether the difference is small beside the values: in float32 1e-3, in 16 bits `tolerance`."""
     limit = 1e-3 if expected.dtype == torch.float32 else tolerance
     return bool((found.float() - expected.float()).norm() <= limit * expected.float().norm())
@@ -184,10 +203,10 @@ def _is_close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
 @torch.no_grad()
 def _is_packed_like_alone(module: PackedModel) -> bool:
     """Return whether a sequence gets beside another one what it gets alone."""
-    both, alone = _probe(module.model)
+    both, alone = probe_inputs(module.model)
     try:
         # In 16 bits another number of rows may send a token to another expert; a neighbour that is seen changes all.
-        return _is_close(module.hidden(**both)[3:], module.hidden(**alone), 0.25)
+        return is_close(module.hidden(**both)[3:], module.hidden(**alone), 0.25)
     except ValueError:  # varlen attention, of a model that does not hand on the lengths
         if module.is_padded:
             raise
@@ -219,11 +238,11 @@ def check_head(actor: Actor, path: str, *, field: str) -> None:
     Raises:
         ConfigError: the model does more to them than logit_shape knows.
     """
-    model, (_, alone) = actor.model, _probe(actor.model)
+    model, (_, alone) = actor.model, probe_inputs(actor.model)
     head = model.get_output_embeddings()
     ours = head.shape.apply(head(actor.hidden(**alone)))
     theirs = model(use_cache=False, **actor.arguments(**alone)).logits[0]
     check(
-        _is_close(ours, theirs, 0.02),
+        is_close(ours, theirs, 0.02),
         f"{field} = {path}: {type(model).__name__} changes logits after its head in a way that is not known here",
     )

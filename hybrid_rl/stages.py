@@ -97,7 +97,7 @@ def refresh_reference(run: Run, step: int) -> None:
 
 def score(run: Run, scored: Scored) -> tuple[TrainBatch, Metrics, Metrics]:
     """Return the batch ready for the updates, this rank's sums of what went into it, and metrics of all ranks."""
-    config, world, actor, critic = run.config, run.world, run.actor, run.critic
+    config, world, actor, critic = run.config, run.batch_world, run.actor, run.critic
     packing = scoring.Packing(max_tokens=config.update.micro_batch_tokens, world=world)
     temperature, max_tokens = config.rollout.temperature, config.rollout.max_response_tokens
     batch = judging.add_rewards(
@@ -145,7 +145,7 @@ def learn_values(run: Run, batch: TrainBatch, step: int) -> Metrics:
         run.critic,
         batch,
         config.update,
-        run.world,
+        run.batch_world,
         seed=config.run.seed + step,
         max_response_tokens=config.rollout.max_response_tokens,
     )
@@ -171,7 +171,7 @@ def _update_policy(run: Run, batch: TrainBatch, step: int) -> Metrics:
         run.actor,
         batch,
         config.update,
-        run.world,
+        run.batch_world,
         seed=config.run.seed + step,
         temperature=config.rollout.temperature,
         max_response_tokens=config.rollout.max_response_tokens,

@@ -70,7 +70,7 @@ def loop(run: Run) -> Metrics:
         with phase(run, SCORE, step):
             scored = judge(run, rollouts, greedy, step)
         scored, filtered = refill(run, scored, step)
-        scored = spread_by_tokens(scored, run.world)
+        scored = spread_by_tokens(scored, run.world, run.batch_world)
         with phase(run, SCORE, step):
             keep_best(run, evaluation, step)
             refresh_reference(run, step)

@@ -20,7 +20,7 @@ def _check_positive(config: Config) -> None:
         ],
         "reward": ["timeout_s", "num_workers", "remote_timeout_s", "clip"],
         "advantage": ["length_adaptive_alpha", "kl_target", "kl_horizon"],
-        "update": ["num_epochs", "mini_batch_size", "micro_batch_tokens", "dual_clip"],
+        "update": ["num_epochs", "mini_batch_size", "micro_batch_tokens", "sequence_parallel_size", "dual_clip"],
         "ptx": ["batch_size", "max_tokens"],
         "sync": ["bucket_bytes"],
         "checkpoint": ["keep_last"],

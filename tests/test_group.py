@@ -24,6 +24,7 @@ CPU = torch.device("cpu")
 PROMPTS = [[5, 9], [3, 4, 11], [7], [8, 8]]
 SAMPLED = Sampling(temperature=1.0, max_tokens=6, stop_token_ids=())
 SEEDS = [11, 12, 13, 14]
+FIELD = "rollout.tensor_parallel_size"
 FIRST = 3  # prompts of rank 0; rank 1 has the others
 
 
@@ -99,10 +100,10 @@ def rank_of_two(folder: Path, tiny: Path) -> None:
     found["sums"] = engine.checksums(["model.norm.weight"])
     found["odd"] = words(lambda: lead(ranks, lambda: fail(OddError(place=3))))
     found["value"] = words(lambda: lead(ranks, lambda: fail(ValueError("no"))))
-    found["nodes"] = words(lambda: check_groups(2, world))
+    found["nodes"] = words(lambda: check_groups(FIELD, 2, world))
     os.environ["LOCAL_WORLD_SIZE"] = "1"  # as if each were on a node of its own
-    found["apart"] = words(lambda: check_groups(2, world))
-    found["three"] = words(lambda: check_groups(3, world))
+    found["apart"] = words(lambda: check_groups(FIELD, 2, world))
+    found["three"] = words(lambda: check_groups(FIELD, 3, world))
     if world.rank == 1:
         try:
             fail(KeyError("alone"))
@@ -166,13 +167,13 @@ def test_an_error_that_cannot_be_sent_is_told_in_its_words(both):
 
 def test_groups_must_fill_the_ranks_of_every_node(both):
     assert [rank["nodes"] for rank in both] == ["", ""]
-    told = "ConfigError: rollout.tensor_parallel_size = 2: must divide the ranks of every node, for no engine spans two"
+    told = "ConfigError: rollout.tensor_parallel_size = 2: must divide the ranks of every node, for no group spans two"
     assert all(rank["apart"].startswith(told) for rank in both)
     assert both[0]["three"] == "ConfigError: rollout.tensor_parallel_size = 3: must divide the number of ranks, 2"
     nodes = World(rank=0, size=1, local_rank=0, device=CPU)
-    check_groups(1, nodes)
+    check_groups(FIELD, 1, nodes)
     with pytest.raises(ConfigError, match="must divide the number of ranks, 1"):
-        check_groups(2, nodes)
+        check_groups(FIELD, 2, nodes)
 
 
 def test_each_worker_opens_the_bucket_at_its_place():

@@ -190,10 +190,12 @@ def drawn(rank: int) -> Scored:
 def main() -> None:
     """Run as one of two ranks, and leave what it is left with."""
     world = join_world(timeout_s=60)
-    share = spread_by_tokens(drawn(world.rank), world)
+    share = spread_by_tokens(drawn(world.rank), world, world)
+    together = spread_by_tokens(drawn(world.rank), world, world.strided(2))
     rows = [(r.prompt.prompt_id, r.sequence_id, len(r.response_ids)) for r in share.rollouts]
     baselines = [share.baselines[r.prompt.prompt_id] for r in share.rollouts]
     result = {"rows": rows, "scores": share.scores, "parts": share.parts, "baselines": baselines}
+    result |= {"together": [r.sequence_id for r in together.rollouts], "all_failed": together.num_failed}
     torch.save(result | {"num_failed": share.num_failed}, Path(sys.argv[1]) / f"rank{world.rank}.pt")
 
 
@@ -210,10 +212,12 @@ def test_responses_are_spread_by_tokens_with_all_that_is_known_of_them(on_two_ra
         assert found["parts"]["rule"].tolist() == [-sequence_id for _, sequence_id, _ in rows]
         assert found["baselines"] == [group / 10 for group, _, _ in rows]
     assert [found["num_failed"] for found in ranks] == [1, 2]
+    for found in ranks:  # ranks that share their tokens have the same share, here all there is
+        assert found["together"] == list(range(10)) and found["all_failed"] == 3
 
 
 def test_one_rank_keeps_what_it_has():
-    assert spread_by_tokens(drawn(0), WORLD).rollouts == drawn(0).rollouts
+    assert spread_by_tokens(drawn(0), WORLD, WORLD).rollouts == drawn(0).rollouts
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ LAYERS = [
     {
         "models",
         "packed",
+        "sequence_parallel",
         "attention",
         "lora",
         "engines",
@@ -49,7 +50,7 @@ LAYERS = [
 ]
 HEAVY = {
     "vllm": {"hybrid_rl/engines/vllm.py", "hybrid_rl/engines/vllm_worker.py"},
-    "deepspeed": {f"hybrid_rl/engines/{name}.py" for name in ("deepspeed", "flat", "states")},
+    "deepspeed": {f"hybrid_rl/engines/{name}.py" for name in ("deepspeed", "flat", "states", "ulysses")},
     "peft": {"hybrid_rl/lora.py"},
     "ray": {"launch/ray_cluster.py"},
     "wandb": set(),

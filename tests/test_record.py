@@ -29,7 +29,7 @@ def make_rollout(prompt_id: int, num_tokens: int, *, is_truncated: bool = False)
 def write_steps(config: Config, first_step: int, last_step: int) -> list[dict[str, float]]:
     rollouts = [make_rollout(0, 1), make_rollout(1, 3, is_truncated=True)]
     batch = make_train_batch(rollouts).with_fields(rewards=torch.tensor([1.0, 0.0]))
-    with Recorder(config, ALONE) as recorder:
+    with Recorder(config, ALONE, ALONE) as recorder:
         recorder.open(first_step)
         with recorder.timeline.span("rollout", phase="rollout"):
             pass
@@ -75,7 +75,7 @@ def test_files_of_a_run(config: Config) -> None:
 
 
 def test_a_finished_run_says_so(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
-    with Recorder(config, ALONE) as recorder:
+    with Recorder(config, ALONE, ALONE) as recorder:
         recorder.open(4)
     assert "all 3 steps of" in capsys.readouterr().out
 
@@ -92,4 +92,4 @@ def test_a_resumed_run_writes_its_steps_once(config: Config) -> None:
 
 def test_profiling_without_a_gpu_is_refused(config: Config) -> None:
     with pytest.raises(ConfigError, match=r"run.profile_steps = \[3, 4\]: there is no GPU"):
-        Recorder(replace(config, run=replace(config.run, profile_steps=(3, 4))), ALONE)
+        Recorder(replace(config, run=replace(config.run, profile_steps=(3, 4))), ALONE, ALONE)

@@ -18,19 +18,21 @@ Request = tuple[list[list[int]], Sequence[int] | None, int | None]
 """What a rank wants generated: prompts, a seed for each or None, and a seed for the engine's own generator or None."""
 
 
-def check_groups(size: int, world: World) -> None:
+def check_groups(name: str, size: int, world: World) -> None:
     """Check that the ranks form groups of consecutive ranks of one node; every rank calls it.
 
+    Args:
+        name: of the setting.
     Raises:
         ConfigError: they do not.
     """
     if size == 1:
         return
-    field = f"rollout.tensor_parallel_size = {size}"
+    field = f"{name} = {size}"
     check(world.size % size == 0, f"{field}: must divide the number of ranks, {world.size}")
     on_nodes = world.gather(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     odd = [number for number in on_nodes if number % size]
-    check(not odd, f"{field}: must divide the ranks of every node, for no engine spans two; a node has {odd[:1]}")
+    check(not odd, f"{field}: must divide the ranks of every node, for no group spans two; a node has {odd[:1]}")
 
 
 def visible_name(device: torch.device) -> str:
