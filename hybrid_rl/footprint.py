@@ -6,7 +6,7 @@ engines take steps on one and on two ranks, and their peaks are compared.
 
 from dataclasses import dataclass
 
-from hybrid_rl.config import OptimizerConfig
+from hybrid_rl.config import Config, OptimizerConfig
 from hybrid_rl.shapes import ModelShape
 from hybrid_rl_kernels.reference import CHUNK_ROWS
 
@@ -109,6 +109,21 @@ def footprint(shape: ModelShape, sharding: Sharding, *, num_trained: int) -> Foo
         step=step,
         host=20 * share if sharding.is_on_host else 0,
     )
+
+
+def micro_batch_shares(config: Config, *, num_sequences: int) -> tuple[int, int]:
+    """Return the tokens of a full micro-batch that one rank takes through a model, and those that its head reads.
+
+    Of ranks that share the tokens, one may get a slice of hardly anything but responses.
+
+    Args:
+        num_sequences: of a step that the ranks have which compute a micro-batch together.
+    """
+    response = config.rollout.max_response_tokens
+    length = config.prompts.max_prompt_tokens + response
+    packed = min(config.update.micro_batch_tokens, num_sequences * length)
+    tokens = -(-packed // config.update.sequence_parallel_size)
+    return tokens, min(tokens, packed * response // length)
 
 
 def head_bytes(shape: ModelShape, tokens: int, *, backend: str, backward: bool, has_entropy: bool = False) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from hybrid_rl.bucket import bucket_bytes, plan_buckets
 from hybrid_rl.config import Config, ModelsConfig, OptimizerConfig
-from hybrid_rl.footprint import Footprint, Sharding, footprint, head_bytes
+from hybrid_rl.footprint import Footprint, Sharding, footprint, head_bytes, micro_batch_shares
 from hybrid_rl.layout import why_copy
 from hybrid_rl.memory import Phase
 from hybrid_rl.shapes import ModelShape, read_shape
@@ -233,8 +233,8 @@ class _Planner:
         self.full_length = -(-length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
         sequences, size = -(-config.responses_per_step // machine.num_ranks), config.rollout.tensor_parallel_size
         self.wave = min(size * sequences, config.rollout.max_num_seqs * machine.engines_per_gpu)
-        self._tokens = min(config.update.micro_batch_tokens, sequences * length)
-        self._response_tokens = self._tokens * config.rollout.max_response_tokens // length
+        sharers = config.update.sequence_parallel_size
+        self._tokens, self._response_tokens = micro_batch_shares(config, num_sequences=sharers * sequences)
         dtype = torch.float32 if self._dtype_bytes == 4 else torch.bfloat16
         self._actor_tensors = [(name, shape, dtype) for name, shape in shapes.actor.tensors]
         self._shares_weights = (

@@ -192,12 +192,14 @@ class _Work:
         """Return the seconds of the collectives of both updates and of SCORE, none of which overlaps with computing.
 
         Per micro-batch ZeRO-2 and 3 reduce gradients in float32, ZeRO-3 gathers weights forward and backward; per
-        optimizer step ZeRO-1 and 2 gather weights, ZeRO 0 and 1 reduce gradients, 0 twice as much.
+        optimizer step ZeRO-1 and 2 gather weights, ZeRO 0 and 1 reduce gradients, 0 twice as much. What ranks
+        that share tokens exchange in attention is left out.
         """
         config, update, ranks = self._config, self._config.update, self._machine.num_ranks
         share = (ranks - 1) / ranks
         steps = update.num_epochs * (config.responses_per_step // update.mini_batch_size)
-        micros = max(steps, -(-update.num_epochs * self._tokens // update.micro_batch_tokens))
+        tokens = update.num_epochs * update.sequence_parallel_size * self._tokens
+        micros = max(steps, -(-tokens // update.micro_batch_tokens))
         reductions = {0: 2 * steps, 1: steps}.get(update.zero_stage, micros)
         seconds = 0.0
         for name in ("actor", "critic"):

@@ -15,10 +15,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybrid_rl import footprint as formulas
-from hybrid_rl.config import ModelsConfig, OptimizerConfig
+from hybrid_rl.config import Config, ModelsConfig, OptimizerConfig, PromptsConfig, RolloutConfig, UpdateConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import deepspeed
-from hybrid_rl.footprint import Sharding, footprint, head_bytes
+from hybrid_rl.footprint import Sharding, footprint, head_bytes, micro_batch_shares
 from hybrid_rl.models import load_actor
 from hybrid_rl.shapes import ModelShape, read_shape
 from hybrid_rl_kernels.reference import fused_logprobs
@@ -212,6 +212,20 @@ def test_sharing_by_hand():
     host = dataclasses.replace(sharding, optimizer=OptimizerConfig(kind="cpu_adam"))
     part = footprint(shape, host, num_trained=1200)
     assert (part.weights, part.states, part.moved, part.host) == (2400, 0, 0, 6000)
+
+
+def test_ranks_that_share_tokens_hold_their_part_by_hand():
+    """Micro-batches of at most 4 sequences of 10 tokens, 8 of them a response; more sequences than a rank has."""
+    config = Config(
+        prompts=PromptsConfig(max_prompt_tokens=2),
+        rollout=RolloutConfig(max_response_tokens=8),
+        update=UpdateConfig(micro_batch_tokens=40),
+    )
+    assert micro_batch_shares(config, num_sequences=9) == (40, 32)
+    assert micro_batch_shares(config, num_sequences=3) == (30, 24)
+    shared = dataclasses.replace(config, update=UpdateConfig(micro_batch_tokens=40, sequence_parallel_size=3))
+    assert micro_batch_shares(shared, num_sequences=9) == (14, 14)  # 13.3, and all of them may predict a response
+    assert micro_batch_shares(shared, num_sequences=1) == (4, 4)
 
 
 def test_the_bucket_is_the_engines():

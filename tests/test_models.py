@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ from hybrid_rl.config import (
     ModelsConfig,
     PromptsConfig,
     RolloutConfig,
+    UpdateConfig,
 )
 from hybrid_rl.engines import Sampling
 from hybrid_rl.engines.hf import HfEngine
@@ -500,6 +502,9 @@ def test_check_models_knows_every_limit(tiny, tmp_path):
     (short / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match=rf"40 \+ .* 24 = 64: models.critic = {short} takes at most 32 tokens"):
         check_models(config(critic=str(short)))
+    shared = replace(config(), update=UpdateConfig(sequence_parallel_size=3))
+    with pytest.raises(ConfigError, match=r"sequence_parallel_size = 3: must divide the 2 attention heads of models\."):
+        check_models(shared)
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,9 @@ def test_collectives_by_hand(config):
     told = step(grpo, rates, num_gpus=2)
     assert told.phases["collectives"] == pytest.approx((12 * 4 + 2) * params / 2 / 1e9)
     assert step(grpo, rates, num_nodes=2).phases["collectives"] == pytest.approx(10 * told.phases["collectives"])
+    # Two that share tokens share 16384: the sequences of both are 24 micro-batches.
+    shared = replace(grpo, update=replace(grpo.update, sequence_parallel_size=2))
+    assert step(shared, rates, num_gpus=2).phases["collectives"] == pytest.approx((24 * 4 + 2) * params / 2 / 1e9)
     one = replace(grpo, update=replace(grpo.update, zero_stage=1))
     assert step(one, rates, num_gpus=2).phases["collectives"] == pytest.approx((4 + 2) * params / 2 / 1e9)
 

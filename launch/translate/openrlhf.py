@@ -220,8 +220,15 @@ DEEPSPEED = (
         1,
         "ranks are data parallel; update.zero_stage = 3 splits the model",
     ),
-    lost("ds.ring_attn_size ring_attn_size", int, 1, "a sequence lies on one GPU"),
-    moot("ds.ring_attn_head_stride ring_head_stride", int, "a sequence lies on one GPU"),
+    maps(
+        "ds.ring_attn_size ring_attn_size",
+        int,
+        1,
+        "update.sequence_parallel_size",
+        "update.micro_batch_tokens",
+        note="GPUs that share a sequence exchange heads here, keys and values in theirs",
+    ),
+    moot("ds.ring_attn_head_stride ring_head_stride", int, "GPUs that share a sequence exchange heads, in no ring"),
 )
 
 PROGRAM = Program(

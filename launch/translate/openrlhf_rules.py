@@ -24,7 +24,7 @@ def _prompt_tokens(c: Command) -> int:
 def _micro_batch_tokens(c: Command) -> int:
     longest = _prompt_tokens(c) + _response_tokens(c)
     if c["train.dynamic_batch_enable"]:
-        return max(longest, c["train.max_tokens_per_gpu"])
+        return max(longest, c["train.max_tokens_per_gpu"] * c["ds.ring_attn_size"])
     return longest * c["train.micro_batch_size"]
 
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_rl.config import ConfigError
+
 UNEVEN = {
     # 5 of 10 prompts: 3 for rank 0, 2 for rank 1. Mini-batches of 2 responses, so that a rank may hold none of one.
     2: {"rollout_batch_size": 5},
@@ -67,6 +69,30 @@ def test_four_ranks_train_what_one_does(make_config, train_here, read_run, launc
     assert ended.code == 0, ended.output
     assert not ended.survivors
     assert_close(read_run(four), train_here(one))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks, zero_stage", [(2, 3), (4, 2)])
+def test_ranks_that_share_tokens_train_what_one_does(
+    make_config, train_here, read_run, launch, tmp_path, num_ranks, zero_stage
+):
+    """Two ranks have all sequences, of four two have the others; each samples, judges and records its own prompts."""
+    settings = {"run": {"num_steps": 3}, "rollout": UNEVEN[2]}
+    shared = {"zero_stage": zero_stage, "sequence_parallel_size": 2}
+    one = make_config(tmp_path / "one", update={"mini_batch_size": 5, "zero_stage": zero_stage}, **settings)
+    more = make_config(tmp_path / "more", update={"mini_batch_size": 5, **shared}, **settings)
+    for config in (one, more):
+        Path(config.run.dir).mkdir()
+    ended = launch(more, "--num_processes", str(num_ranks))
+    assert ended.code == 0, ended.output
+    assert not ended.survivors
+    assert_close(read_run(more), train_here(one))
+
+
+def test_one_rank_has_nobody_to_share_tokens_with(make_config, train_here, tmp_path):
+    config = make_config(tmp_path, update={"sequence_parallel_size": 2})
+    with pytest.raises(ConfigError, match=r"update.sequence_parallel_size = 2: must divide the number of ranks, 1$"):
+        train_here(config)
 
 
 @pytest.mark.slow
