@@ -48,16 +48,24 @@ def forecast(config: Config, machine: Machine, rates: Rates, shapes: Shapes | No
     """Return plan and predicted times of a config on a machine.
 
     Raises:
-        ConfigError: a folder holds no model; an engine would span two nodes.
+        ConfigError: a folder holds no model; an engine, or GPUs that share tokens, would span two nodes.
     """
-    size = config.rollout.tensor_parallel_size
-    check(machine.num_gpus % size == 0, f"rollout.tensor_parallel_size = {size}: must divide --gpus {machine.num_gpus}")
+    groups = {
+        "rollout.tensor_parallel_size": config.rollout.tensor_parallel_size,
+        "update.sequence_parallel_size": config.update.sequence_parallel_size,
+    }
+    for field, size in groups.items():
+        check(machine.num_gpus % size == 0, f"{field} = {size}: must divide --gpus {machine.num_gpus}")
     shapes = shapes or read_shapes(config)
     single = replace(machine, num_gpus=1, num_nodes=1)
-    own_engine = replace(config, rollout=replace(config.rollout, tensor_parallel_size=1))
-    plan, plan_alone = make_plan(config, machine, shapes, RESIDENCY), make_plan(own_engine, single, shapes, RESIDENCY)
+    ungrouped = replace(
+        config,
+        rollout=replace(config.rollout, tensor_parallel_size=1),
+        update=replace(config.update, sequence_parallel_size=1),
+    )
+    plan, plan_alone = make_plan(config, machine, shapes, RESIDENCY), make_plan(ungrouped, single, shapes, RESIDENCY)
     time = simulate(config, machine, shapes, plan, rates)
-    alone = simulate(own_engine, single, shapes, plan_alone, rates)
+    alone = simulate(ungrouped, single, shapes, plan_alone, rates)
     return Forecast(
         config=config,
         machine=machine,

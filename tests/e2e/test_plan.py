@@ -54,6 +54,7 @@ def test_a_plan_that_does_not_fit_suggests_one_that_does(run_python, settings):
     [
         (["--gpu-memory", "80 apples"], "error: --gpu-memory = 80 apples: must be a size such as 80GiB"),
         (["--rollout.tensor_parallel_size", "2"], "error: rollout.tensor_parallel_size = 2: must divide --gpus 1"),
+        (["--update.sequence_parallel_size", "2"], "error: update.sequence_parallel_size = 2: must divide --gpus 1"),
         (["--gpus", "0"], 'error: Parser key "gpus"'),
         (["--models.actor", "/nowhere"], "error: models.actor = /nowhere: no Hugging Face model there"),
     ],
