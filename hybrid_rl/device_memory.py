@@ -44,8 +44,8 @@ class DeviceMemory:
     engine's own memory does not change while it generates.
     """
 
-    def __init__(self, device: torch.device, timeline: Timeline, planned: Mapping[str, int]) -> None:
-        """Measure a device; planned: phase -> bytes at its peak, of the plan that the run was started with."""
+    def __init__(self, device: torch.device, timeline: Timeline, planned: Mapping[str, Mapping[str, int]]) -> None:
+        """Measure a device; planned: phase -> who -> bytes at its peak, of the plan that the run was started with."""
         self._planned = planned
         self._device = device
         self._timeline = timeline
@@ -59,6 +59,8 @@ class DeviceMemory:
             if step != self._step:
                 self._step, self._peaks = step, {}
             self._used[phase] = self._measure()
+            if phase in self._planned:
+                self._timeline.counter("device_memory_plan", **self._planned[phase])
 
     def left(self, phase: str) -> None:
         """Note what is in use before anything of the phase is given back; the most, of a phase that is opened twice."""
@@ -83,5 +85,5 @@ class DeviceMemory:
         for phase, peak in self._peaks.items():
             metrics[f"memory/{phase}_peak_bytes"] = peak
             if phase in self._planned:
-                metrics[f"memory/{phase}_plan_error"] = peak / self._planned[phase] - 1
+                metrics[f"memory/{phase}_plan_error"] = peak / sum(self._planned[phase].values()) - 1
         return metrics

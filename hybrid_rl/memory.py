@@ -256,9 +256,9 @@ class MemoryManager:
         device: torch.device,
         timeline: Timeline,
         *,
-        planned: Mapping[str, int] | None = None,
+        planned: Mapping[str, Mapping[str, int]] | None = None,
     ) -> None:
-        """Take charge of a device; planned: phase -> bytes at its peak, to hold what is measured against."""
+        """Take charge of a device; planned: phase -> who -> bytes at its peak, to hold what is measured against."""
         self.current: Phase | None = None
         self.measured = DeviceMemory(device, timeline, planned or {})
         self._tenants: dict[str, Tenant] = {}
@@ -300,7 +300,8 @@ class MemoryManager:
         self.current = phase
         try:
             with self._timeline.span(phase.value, phase=phase.value, step=step):
-                self._enter(phase, step)
+                with self._timeline.span("transition", phase=phase.value, step=step):
+                    self._enter(phase, step)
                 yield
                 self.measured.left(phase.value)
         finally:

@@ -120,9 +120,9 @@ class Plan:
         return frozenset(name for name, phases in self.residency.items() if phases == ALWAYS)
 
     @property
-    def peaks(self) -> dict[str, int]:
-        """Name of a phase -> bytes at its worst moment."""
-        return {phase.value: self.peak(phase) for phase in Phase}
+    def peaks(self) -> dict[str, dict[str, int]]:
+        """Name of a phase -> name of a row -> its bytes at the phase's worst moment."""
+        return {p.value: {row.name: row.num_bytes for row in self.rows if p in row.phases} for p in Phase}
 
     def sized(self, config: Config) -> Config:
         """Return the config with the exact size of the KV cache, per engine."""

@@ -128,7 +128,9 @@ def test_each_move_is_in_the_timeline_with_its_bytes(tmp_path):
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     restore = next(e for e in events if e["name"] == "restore engine_weights")
     assert restore["args"]["bytes"] == 3 and restore["args"]["step"] == 4 and restore["cat"] == "sync"
-    assert any(e["name"] == "sync" for e in events)
+    phase, transition = (next(e for e in events if e["name"] == name) for name in ("sync", "transition"))
+    assert phase["ts"] <= transition["ts"] <= restore["ts"] and restore["dur"] <= transition["dur"] <= phase["dur"]
+    assert transition["args"] == {"step": 4, "phase": "sync"}
 
 
 def test_current_phase():

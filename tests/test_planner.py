@@ -235,6 +235,14 @@ def test_more_tokens_take_more_and_more_ranks_less(folders, shapes_1b, tokens, m
     assert peak(config, 2 * ranks) <= peak(config, ranks)
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "gae"])
+def test_the_rows_of_a_phase_add_up_to_its_peak(folders, estimator):
+    config = make_config(folders, "1b", estimator=estimator, memory={"swap": "vmm"})
+    plan = make_plan(config, Machine(gpu_memory_bytes=80 * GIB), read_shapes(config), RESIDENCY)
+    assert {name: sum(rows.values()) for name, rows in plan.peaks.items()} == {p.value: plan.peak(p) for p in Phase}
+    assert "actor gradients" in plan.peaks["update_actor"] and "engine_kv_cache" not in plan.peaks["update_actor"]
+
+
 def test_a_cpu_run_is_planned_without_bounds(tiny):
     config = Config(models=ModelsConfig(actor=str(tiny / "policy")), rollout=RolloutConfig(kv_cache_memory_bytes=None))
     found = plan_run(replace(config, advantage=AdvantageConfig(estimator="reinforce_pp")), join_world(), RESIDENCY)
