@@ -35,6 +35,8 @@ from colocated_run import (
     write_csv,
 )
 
+LEAST_S = 1e-3
+"""A phase that takes less did nothing, as the critic's where there is none."""
 CURVES = ("reward", "actor/loss", "actor/entropy", "actor/grad_norm", "rollout/logprob_gap")
 
 
@@ -65,7 +67,7 @@ def speed_rows(runs: Mapping[int, Left], *, responses: int, prompt_tokens: int) 
         tokens = num_tokens(rows, responses, prompt_tokens)
         for phase in ("step", *PHASES):
             seconds = median(rows, f"time/{phase}")
-            if not seconds:
+            if seconds < LEAST_S:
                 continue
             efficiency = fewest * median(base, f"time/{phase}") / (num_gpus * seconds)
             found.append(

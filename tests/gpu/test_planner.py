@@ -52,6 +52,10 @@ def test_every_phase_takes_what_was_planned(small: Path, tmp_path: Path, swap: s
     row = json.loads((config.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     measured = {p.value: row[f"memory/{p.value}_peak_bytes"] for p in Phase}
     planned = {phase: peak / (1 + row[f"memory/{phase}_plan_error"]) for phase, peak in measured.items()}
+    events = json.loads((config.run_dir / "timeline.json").read_text())["traceEvents"]
+    plans = [event["args"] for event in events if event["name"] == "device_memory_plan"]
+    assert {round(sum(plan.values())) for plan in plans} == {round(peak) for peak in planned.values()}
+    assert any(event["name"] == "device_memory" for event in events)  # what profiling/plot_memory.py draws
     for phase, peak in measured.items():
         print(f"{swap} {phase}: planned {planned[phase] / GIB:.2f} GiB, measured {peak / GIB:.2f} GiB")
     for phase, peak in measured.items():
