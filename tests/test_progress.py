@@ -11,7 +11,8 @@ def screen():
     return StringIO()
 
 
-def test_elsewhere_than_a_terminal_each_step_is_one_line(screen):
+def test_elsewhere_than_a_terminal_each_step_is_one_line(screen, monkeypatch):
+    monkeypatch.setattr("time.monotonic", lambda: 100.0)
     with Progress(3, console=Console(file=screen, width=20)) as progress:
         progress.show_phase("ROLLOUT")
         progress.show_step(1, {"reward": 0.5, "kl": 0.00123, "accuracy": 0.25, "tokens_per_s": 12345.6, "loss": 1.0})

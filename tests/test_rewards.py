@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -52,7 +53,7 @@ def alarm(prompt, response):
 def forgotten_alarm(prompt, response): signal.setitimer(signal.ITIMER_REAL, 0.2); return 1.0
 
 def dies_when_idle(prompt, response):
-    threading.Timer(0.1, lambda: os._exit(1)).start()
+    threading.Timer(1, lambda: os._exit(1)).start()
     return 1.0
 
 def starts_a_child(prompt, response):
@@ -77,7 +78,7 @@ def make_rollouts(num=1, text="7", answer="7", **metadata):
     return [Rollout(prompt=p, sequence_id=10 + p.prompt_id, text=text, **engine_fields) for p in prompts]
 
 
-def make_pool(names, weights=None, *, timeout_s=5.0, num_workers=1, on_error="zero"):
+def make_pool(names, weights=None, *, timeout_s=60.0, num_workers=1, on_error="zero"):
     return ScorerPool(names, weights, timeout_s=timeout_s, num_workers=num_workers, on_error=on_error)
 
 
@@ -260,13 +261,13 @@ def test_scores_are_weighted_sums_in_order(scorers):
         ("os_exits", "ended with exit code 3"),
         ("crashes", "ended with exit code -11"),
         ("reads", "EOFError"),
-        ("sleeps", r"took longer than reward\.timeout_s = 0\.5"),
-        ("holds_gil", r"took longer than reward\.timeout_s = 0\.5"),
+        ("sleeps", r"took longer than reward\.timeout_s = 1"),
+        ("holds_gil", r"took longer than reward\.timeout_s = 1"),
     ],
 )
 def test_failures_are_counted_or_stop_the_run(num_children, name, reason, scorers, caplog):
-    names = scorers("length", name, "exact_match")
-    with make_pool(names, timeout_s=0.5) as pool, caplog.at_level(logging.WARNING):
+    names, timeout_s = scorers("length", name, "exact_match"), 1 if name in ("sleeps", "holds_gil") else 60
+    with make_pool(names, timeout_s=timeout_s) as pool, caplog.at_level(logging.WARNING):
         result = pool.score(make_rollouts(2))
     assert result.num_failed == 2 and result.per_function[names[0]] == [1.0, 1.0]
     assert result.per_function[names[1]] == [0.0, 0.0]
@@ -275,7 +276,7 @@ def test_failures_are_counted_or_stop_the_run(num_children, name, reason, scorer
     assert "2 of 2 responses" in caplog.text
 
     with (
-        make_pool(scorers(name), timeout_s=0.5, on_error="raise") as pool,
+        make_pool(scorers(name), timeout_s=timeout_s, on_error="raise") as pool,
         pytest.raises(RuntimeError, match=f"prompt_id 0, sequence_id 10: .*{reason}"),
     ):
         pool.score(make_rollouts(2))
@@ -284,19 +285,19 @@ def test_failures_are_counted_or_stop_the_run(num_children, name, reason, scorer
 
 def test_one_bad_sample_costs_its_limit_and_the_others_count(scorers):
     start = time.monotonic()
-    with make_pool(scorers("bad_at_3"), timeout_s=0.5, num_workers=2) as pool:
+    with make_pool(scorers("bad_at_3"), timeout_s=1, num_workers=2) as pool:
         result = pool.score(make_rollouts(8))
         assert result.scores == [1, 1, 1, 0, 1, 1, 1, 1] and result.num_failed == 1
         assert "prompt_id 3" in result.failures[0]
         assert pool.score(make_rollouts(3)).scores == [1, 1, 1]
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 50  # and not the minute that it sleeps
 
 
 def test_math_in_a_scorer_process_gives_up_on_a_tower_of_powers():
     """math-verify's own alarm ends it after 2 s, and the next response has the whole time again."""
     rollouts = make_rollouts(3, text=r"\boxed{7}")
     rollouts[1] = make_rollouts(text=r"\boxed{9^{9^{9^{9}}}}")[0]
-    with make_pool(["math"], timeout_s=8, on_error="raise") as pool:
+    with make_pool(["math"], timeout_s=60, on_error="raise") as pool:
         assert pool.score(rollouts).scores == [1, 0, 1]
 
 
@@ -318,13 +319,13 @@ def test_odd_but_right_scorers_work(name, scorers):
 
 def test_process_that_dies_while_idle_is_replaced(scorers):
     with make_pool(scorers("dies_when_idle"), on_error="raise") as pool:
-        assert pool.score(make_rollouts()).scores == [1.0]
-        time.sleep(0.3)
-        assert pool.score(make_rollouts()).scores == [1.0]
+        for _ in range(2):
+            assert pool.score(make_rollouts()).scores == [1.0]
+            assert pool._workers[0]._process.wait(timeout=60) == 1
 
 
 def test_pool_works_on_after_it_raised(scorers):
-    with make_pool(scorers("bad_at_3"), timeout_s=0.5, num_workers=2, on_error="raise") as pool:
+    with make_pool(scorers("bad_at_3"), timeout_s=1, num_workers=2, on_error="raise") as pool:
         with pytest.raises(RuntimeError, match="prompt_id 3"):
             pool.score(make_rollouts(8))
         assert pool.score(make_rollouts(3)).scores == [1.0] * 3
@@ -354,10 +355,10 @@ def test_what_a_scorer_started_ends_with_it(scorers):
 
 
 def test_workers_start_fast_and_without_torch(scorers):
-    start = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     with make_pool(scorers("loads_torch")) as pool:
         assert pool.score(make_rollouts()).scores == [0.0]
-    assert time.monotonic() - start < 5  # 0.3 s on an idle machine
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 1  # of computing; torch alone takes 1.5
 
 
 def test_main_program_is_not_run_again_and_leaves_no_process(tmp_path):
@@ -376,7 +377,7 @@ def test_main_program_is_not_run_again_and_leaves_no_process(tmp_path):
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, env=env, timeout=60, check=True)
     assert done.stdout.startswith("main runs\n[1.0] ")
     process_id = done.stdout.split()[-1]
-    for _ in range(50):
+    for _ in range(600):
         if not os.path.exists(f"/proc/{process_id}"):
             return
         time.sleep(0.1)

@@ -6,6 +6,7 @@ To run a single one of their tests: TRITON_INTERPRET=1 python -m pytest tests/ke
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,14 +23,30 @@ class InterpretedFile(pytest.File):
 
 
 class InterpretedTests(pytest.Item):
-    """Runs all tests of a file in the interpreter."""
+    """Runs all tests of a file in the interpreter; the first to run starts all of them, side by side."""
+
+    process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        # The fixtures of tests/conftest.py, which take seconds to import, are not theirs.
+        options = ["-q", "-p", "no:cacheprovider", "--confcutdir", str(self.path.parent)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *options, str(self.path)],
+            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+            cwd=self.config.rootpath,
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+        )
 
     def runtest(self) -> None:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(self.path)]
-        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, cwd=self.config.rootpath, capture_output=True, text=True)
-        if done.returncode:
-            pytest.fail(done.stdout + done.stderr, pytrace=False)
+        for item in self.session.items:
+            if isinstance(item, InterpretedTests) and not item.process:
+                item.start()
+        assert self.process
+        if self.process.wait():
+            self.output.seek(0)
+            pytest.fail(self.output.read(), pytrace=False)
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:

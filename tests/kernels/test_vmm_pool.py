@@ -168,7 +168,7 @@ def test_a_first_release_takes_from_the_reserve_and_waits_for_it(pool, fake):
     assert pool.reserve == Reserve(num_bytes=0, taken_bytes=0, pinning_s=0.0, waited_s=0.0)
     fake[1].fake_hold_pinning(1)
     pool.reserve_host(6 * MIB)
-    letting_go = threading.Timer(0.05, fake[1].fake_hold_pinning, [0])
+    letting_go = threading.Timer(0.5, fake[1].fake_hold_pinning, [0])
     letting_go.start()
     assert region.release() == 6 * MIB
     for thread in threading.enumerate():
@@ -176,7 +176,7 @@ def test_a_first_release_takes_from_the_reserve_and_waits_for_it(pool, fake):
             thread.join()
     reserve = pool.reserve
     assert (reserve.num_bytes, reserve.taken_bytes) == (6 * MIB, 6 * MIB)
-    assert 0.02 < reserve.waited_s <= reserve.pinning_s + 0.02 and reserve.pinning_s > 0.02
+    assert 0.02 < reserve.waited_s <= reserve.pinning_s + 0.5 and reserve.pinning_s > 0.2
     region.restore()
     assert (tensor == 2.0).all()
     with pytest.raises(VmmError, match="this pool has a reserve"):
@@ -197,7 +197,7 @@ def test_a_reserve_that_cannot_be_pinned_is_told_by_a_release(build):
         region = pool.region("states")
         region.allocate({4 * MIB})
         fake.fake_fail(b"register_host", 0, 2)
-        pool.reserve_host({8 * MIB})
+        pool.reserve_host({4 * MIB})  # one unit: of several, pinned side by side, the release may get a good one
         try:
             region.release()
         except VmmError as error:
@@ -205,5 +205,5 @@ def test_a_reserve_that_cannot_be_pinned_is_told_by_a_release(build):
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "kernels")}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    said = "region states: pinning a reserve of 8388608 bytes of host memory: cuMemHostRegister returned CUDA error 2"
+    said = "region states: pinning a reserve of 4194304 bytes of host memory: cuMemHostRegister returned CUDA error 2"
     assert done.stdout.strip() == f"{said} True {4 * MIB}"
