@@ -1,15 +1,21 @@
-"""Tiny models that every end-to-end test shares, and one vLLM engine per session."""
+"""What the tests of several files share: tiny models, responses, steps, and two ranks."""
 
+import gc
+import itertools
 import json
 import os
+import select
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -17,15 +23,33 @@ from transformers import (
     LlamaForSequenceClassification,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    Qwen2Config,
 )
 
-from hybrid_rl.batch import Prompt, Rollout
-from hybrid_rl.distributed import free_port
+from hybrid_rl.batch import Packed, Prompt, Rollout, make_train_batch, pack
+from hybrid_rl.models import packed_inputs
 
 ROOT = Path(__file__).parents[1]
+PATHS = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# What a loaded machine takes for an example says nothing about the code.
+settings.register_profile("any_load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any_load")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imports_are_no_garbage() -> None:
+    """DeepSpeed collects garbage six times for each engine, each time through all that was ever imported."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else C++ libraries tell at exit of what was never freed
+
 
 WORDS = ["<eos>", "<bos>", *"0123456789", "+", "=", *"abcdefghijklmnopqrstuvwxyz"]
 
@@ -95,8 +119,120 @@ def five_rollouts() -> list[Rollout]:
     ]
 
 
+def packed_rows(*pieces: list[list[int]]) -> list[Packed]:
+    """Return a micro-batch for each list of sequences, whose first two ids are the prompt."""
+    ids = [sequence for piece in pieces for sequence in piece]
+    rollouts = [
+        Rollout(
+            prompt=Prompt(prompt_id=i, text="", token_ids=sequence[:2]),
+            sequence_id=i,
+            response_ids=sequence[2:],
+            rollout_logprobs=[],
+            is_truncated=False,
+            text="",
+        )
+        for i, sequence in enumerate(ids)
+    ]
+    batch, cpu = make_train_batch(rollouts), torch.device("cpu")
+    ends = list(itertools.accumulate(map(len, pieces)))
+    return [pack(batch, list(range(end - len(piece), end)), cpu) for end, piece in zip(ends, pieces, strict=True)]
+
+
 @pytest.fixture(scope="session")
-def on_two_ranks(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
+def pieces() -> list[Packed]:
+    """Two micro-batches, of two responses and of one."""
+    return packed_rows([[5, 9, 12, 30, 4], [8, 7, 6, 5, 4, 3, 0]], [[3, 2, 2, 0]])
+
+
+@pytest.fixture(scope="session")
+def train_step() -> Callable[[Any], float]:
+    """Return a step of an actor's TrainEngine towards one response; its value is the gradient norm."""
+
+    def step(trainer: Any) -> float:
+        (packed,) = packed_rows([[5, 9, 3, 8, 0]])
+        logprobs, _ = trainer.forward(
+            **packed_inputs(packed), index=packed.response_index, targets=packed.targets, temperature=1.0
+        )
+        trainer.backward(-logprobs.sum(), is_last=True)
+        return trainer.step()
+
+    return step
+
+
+@pytest.fixture(scope="session")
+def qwen_7b() -> Qwen2Config:
+    """The shape of Qwen2.5-7B."""
+    return Qwen2Config(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a program ended."""
+
+    code: int
+    """Minus the signal that killed it."""
+    output: str
+    """Of both streams."""
+    cpu_s: float
+    """Seconds that it computed, which do not depend on what else the machine does."""
+
+
+class ForkServer:
+    """Runs one program at a time, each in a process of its own, forked from one that has imported the trainer."""
+
+    def __init__(self, folder: Path) -> None:
+        self._output = folder / "output.txt"
+        self._server = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests" / "fork_server.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **PATHS, "OMP_NUM_THREADS": "1"},
+        )
+
+    def start(self, *arguments: str, environment: Mapping[str, str], folder: Path = ROOT) -> None:
+        """Start a program, given by its file and its arguments."""
+        assert self._server.stdin
+        self._output.unlink(missing_ok=True)
+        job = {"arguments": arguments, "environment": dict(environment), "folder": str(folder)}
+        self._server.stdin.write(json.dumps({**job, "output": str(self._output)}) + "\n")
+        self._server.stdin.flush()
+
+    def wait(self, timeout_s: float = 400.0) -> Ended:
+        """Wait for the program that was started; what takes longer is killed, with all that it started."""
+        assert self._server.stdout
+        if not select.select([self._server.stdout], [], [], timeout_s)[0]:
+            for process in psutil.Process(self._server.pid).children(recursive=True):
+                process.kill()
+        code, cpu_s = json.loads(self._server.stdout.readline())
+        return Ended(code=code, output=self._output.read_text(), cpu_s=cpu_s)
+
+    def close(self) -> None:
+        """End the server."""
+        self._server.communicate(timeout=60)
+
+
+@pytest.fixture(scope="session")
+def fork_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ForkServer]]:
+    """Two servers, for two programs at the same time."""
+    servers = [ForkServer(tmp_path_factory.mktemp("forks")) for _ in range(2)]
+    yield servers
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture(scope="session")
+def on_two_ranks(
+    tiny: Path, tmp_path_factory: pytest.TempPathFactory, fork_servers: list[ForkServer]
+) -> Callable[[str], list[Any]]:
     """Return what the program `file` saves in two processes over gloo, as rank<i>.pt in the folder it is given.
 
     Its arguments are that folder and the one of the tiny models.
@@ -104,26 +240,16 @@ def on_two_ranks(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
     def run(file: str) -> list[Any]:
         folder = tmp_path_factory.mktemp("two_ranks")
-        common = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-        common |= {"MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        logs = [(folder / f"rank{rank}.log").open("w") for rank in range(2)]
-        processes = [
-            subprocess.Popen(
-                [sys.executable, file, str(folder), str(tiny)],
-                env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-            for rank, log in enumerate(logs)
-        ]
-        try:
-            codes = [process.wait(timeout=180) for process in processes]
-        finally:
-            for process, log in zip(processes, logs, strict=True):
-                process.kill()
-                process.wait()
-                log.close()
-        assert codes == [0, 0], "".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(2))
+        # They meet here, as at torch's elastic agent: a port that rank 0 opens by itself, some time after it was found
+        # free, may be another's by then.
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        common |= {**PATHS, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+        for rank, server in enumerate(fork_servers):
+            environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            server.start(file, str(folder), str(tiny), environment=environment)
+        ended = [server.wait() for server in fork_servers]
+        assert [e.code for e in ended] == [0, 0], "".join(e.output[-3000:] for e in ended)
         return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
     return run

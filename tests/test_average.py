@@ -71,7 +71,7 @@ def main() -> None:
     """Follow an actor as one of two ranks, at ZeRO 2 and 3; gather few weights at once, so that there are groups."""
     torch.set_num_threads(1)
     average._GATHERED_BYTES = 10_000
-    world = join_world(timeout_s=60)
+    world = join_world()
     results = {stage: follow(Path(sys.argv[2]), stage, world) for stage in (2, 3)}
     torch.save(results, Path(sys.argv[1], f"rank{world.rank}.pt"))
 

@@ -14,11 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hybrid_rl import checkpoint
-from hybrid_rl.batch import Prompt, Rollout, make_train_batch, pack
 from hybrid_rl.config import ConfigError, ModelsConfig, OptimizerConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.deepspeed import TrainEngine
-from hybrid_rl.models import eos_token_ids, load_actor, load_tokenizer, load_value_model, packed_inputs
+from hybrid_rl.models import eos_token_ids, load_actor, load_tokenizer, load_value_model
 from hybrid_rl.snapshot import Parts, Snapshot
 
 CPU = torch.device("cpu")
@@ -39,23 +38,6 @@ def engines(tiny: Path, world: World) -> dict[str, TrainEngine]:
     module = load_value_model(str(tiny / "reward"), ModelsConfig(), CPU, field="models.critic")
     critic = TrainEngine(module, OptimizerConfig(), zero_stage=2, total_steps=9, world=world)
     return {"actor": make_actor(tiny / "policy", world), "critic": critic}
-
-
-def step(trainer: TrainEngine) -> None:
-    rollout = Rollout(
-        prompt=Prompt(prompt_id=0, text="", token_ids=[5, 9]),
-        sequence_id=0,
-        response_ids=[3, 8, 0],
-        rollout_logprobs=[],
-        is_truncated=False,
-        text="",
-    )
-    packed = pack(make_train_batch([rollout]), [0], CPU)
-    logprobs, _ = trainer.forward(
-        **packed_inputs(packed), index=packed.response_index, targets=packed.targets, temperature=1.0
-    )
-    trainer.backward(-logprobs.sum(), is_last=True)
-    trainer.step()
 
 
 def weights(trainer: TrainEngine) -> dict[str, torch.Tensor]:
@@ -88,12 +70,12 @@ def test_state_comes_back(tmp_path, engines, world):
     assert {path.name for path in folder.iterdir()} == {"actor", "critic", "rng_rank0.pt", "state.json"}
 
 
-def test_weights_come_back(tmp_path, tiny, engines, world):
+def test_weights_come_back(tmp_path, tiny, engines, world, train_step):
     actor = make_actor(tiny / "policy", world)
-    step(actor)
+    train_step(actor)
     before = weights(actor)
     folder = save(tmp_path, 1, {**engines, "actor": actor}, world)
-    step(actor)
+    train_step(actor)
     assert not torch.equal(weights(actor)["model.norm.weight"], before["model.norm.weight"])
     actor.load(folder / "actor")
     after = weights(actor)
@@ -226,14 +208,14 @@ class SlowPart:
         return Slow(tensors=taken.tensors, notes=taken.notes)
 
 
-def test_the_run_goes_on_while_a_checkpoint_is_written(tmp_path, tiny, world):
+def test_the_run_goes_on_while_a_checkpoint_is_written(tmp_path, tiny, world, train_step):
     actor = make_actor(tiny / "policy", world)
-    step(actor)
+    train_step(actor)
     before = weights(actor)
     saver = checkpoint.Saver(tmp_path, keep_last=2, world=world)
     saver.take("actor", SlowPart(actor))
     saver.start(1, {})
-    step(actor)
+    train_step(actor)
     saver.surface()
     assert checkpoint.latest(tmp_path) is None
     Slow.may_go.set()
@@ -268,7 +250,7 @@ def test_pointer_to_a_folder_that_is_gone(tmp_path, engines, world):
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("tied", [True, False])
-def test_export_is_an_ordinary_model_folder(tmp_path, tiny, world, stage, tied):
+def test_export_is_an_ordinary_model_folder(tmp_path, tiny, world, stage, tied, train_step):
     source = tmp_path / "source"
     model = AutoModelForCausalLM.from_pretrained(tiny / "policy", tie_word_embeddings=tied)
     if not tied:
@@ -278,7 +260,7 @@ def test_export_is_an_ordinary_model_folder(tmp_path, tiny, world, stage, tied):
     AutoTokenizer.from_pretrained(tiny / "policy").save_pretrained(source)
     tokenizer = load_tokenizer(str(source))
     actor = make_actor(source, world, stage)
-    step(actor)
+    train_step(actor)
     folder = tmp_path / "export"
     checkpoint.export(folder, actor, tokenizer, world)
     checkpoint.export(folder, actor, tokenizer, world)  # over an older one
@@ -302,7 +284,7 @@ def test_export_is_an_ordinary_model_folder(tmp_path, tiny, world, stage, tied):
     assert eos_token_ids(str(folder), load_tokenizer(str(folder))) == [0, 4]
 
 
-def test_the_best_actor_is_kept(tmp_path, tiny, world):
+def test_the_best_actor_is_kept(tmp_path, tiny, world, train_step):
     actor, tokenizer, folder = (
         make_actor(tiny / "policy", world, 1),
         load_tokenizer(str(tiny / "policy")),
@@ -314,7 +296,7 @@ def test_the_best_actor_is_kept(tmp_path, tiny, world):
 
     assert offer(0.5, 1)
     kept = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    step(actor)
+    train_step(actor)
     assert not offer(0.5, 2) and not offer(0.25, 3)
     again = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert all(torch.equal(again[name], kept[name]) for name in kept)
@@ -335,7 +317,7 @@ class Part:
 def main() -> None:
     """Run as one of two ranks: save, save again where rank 1 cannot write, and read the first one."""
     folder = Path(sys.argv[1])
-    world = join_world(timeout_s=60)
+    world = join_world()
     saver = checkpoint.Saver(folder / "run", keep_last=2, world=world)
     result = {}
     for number in (1, 2):

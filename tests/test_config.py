@@ -5,10 +5,10 @@ import dataclasses
 import importlib.util
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -235,6 +235,7 @@ class Ended:
     code: int
     stderr: str
     seconds: float
+    """That it computed, which do not depend on what else the machine does."""
 
     def sentence(self) -> str:
         """Return what it said, which must be an error in one line."""
@@ -245,47 +246,8 @@ class Ended:
         return lines[0].removeprefix("error: ")
 
 
-# Forks once per line of stdin, so that the imports are paid once and each case still ends a process of its own.
-FORKS = """
-import json, os, sys, time
-sys.path[:0] = sys.argv[1:3]
-import colocated, hybrid_rl.demo, hybrid_rl.trainer
-for line in sys.stdin:
-    errors, arguments = json.loads(line)
-    start = time.monotonic()
-    pid = os.fork()
-    if pid == 0:
-        os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY), 2)
-        sys.argv = ["colocated.py", *arguments]
-        code = 0
-        try:
-            colocated.main()
-        except SystemExit as end:
-            code = end.code
-        except BaseException:
-            import traceback
-            traceback.print_exc()
-            code = 1
-        sys.stderr.flush()
-        os._exit(code)
-    _, status = os.waitpid(pid, 0)
-    print(json.dumps([os.waitstatus_to_exitcode(status), time.monotonic() - start]), flush=True)
-"""
-
-
 def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-@pytest.fixture(scope="module")
-def forks():
-    command = [sys.executable, "-c", FORKS, str(ROOT), str(SCRIPT.parent)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
-    ) as process:
-        yield process
-        process.stdin.close()
-        assert process.wait(timeout=60) == 0
 
 
 @pytest.fixture(scope="module")
@@ -310,17 +272,16 @@ def settings(hollow: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def start(forks, settings, tmp_path):
-    """Run the script's main with the settings and these arguments, in a process of its own."""
+def start(fork_servers, settings, tmp_path):
+    """Run the script with the settings and these arguments, in a process of its own."""
 
     def run(*arguments: str) -> Ended:
-        config, errors = tmp_path / "config.yaml", tmp_path / "stderr"
+        config = tmp_path / "config.yaml"
         config.write_text(yaml.safe_dump(settings))
-        forks.stdin.write(json.dumps([str(errors), ["--config", str(config), *arguments]]) + "\n")
-        forks.stdin.flush()
-        code, seconds = json.loads(forks.stdout.readline())
+        fork_servers[0].start(str(SCRIPT), "--config", str(config), *arguments, environment=environment())
+        ended = fork_servers[0].wait()
         assert not (tmp_path / "runs").exists()  # a refused run leaves nothing behind
-        return Ended(code, errors.read_text(), seconds)
+        return Ended(ended.code, ended.output, ended.cpu_s)
 
     return run
 
@@ -332,16 +293,16 @@ def test_the_settings_of_these_tests_get_as_far_as_the_weights(start):
 
 def test_script_as_a_process(settings, tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
-    started = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--config", str(tmp_path / "config.yaml"), "--prompts.path", "/nowhere.jsonl"],
         capture_output=True,
         text=True,
         env=environment(),
         cwd=tmp_path,
-        timeout=60,
     )
-    ended = Ended(done.returncode, done.stderr, time.monotonic() - started)
+    seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    ended = Ended(done.returncode, done.stderr, seconds)
     assert ended.sentence() == "prompts.path = /nowhere.jsonl: no such file or folder"
     assert done.stdout == "" and ended.seconds < 20
 
@@ -353,7 +314,7 @@ def test_unknown_field(start, settings, form):
         ended = start()
     else:
         ended = start("--rollout.group_sise", "3")
-    assert "group_sise" in ended.sentence() and ended.seconds < 5
+    assert "group_sise" in ended.sentence() and ended.seconds < 15
 
 
 @pytest.mark.parametrize(
@@ -362,7 +323,7 @@ def test_unknown_field(start, settings, form):
 def test_value_of_the_wrong_kind(start, argument, value):
     ended = start(argument, value)
     sentence = ended.sentence()
-    assert argument.removeprefix("--") in sentence and value in sentence and ended.seconds < 5
+    assert argument.removeprefix("--") in sentence and value in sentence and ended.seconds < 15
 
 
 def test_config_file_that_is_not_there(start):
@@ -372,7 +333,7 @@ def test_config_file_that_is_not_there(start):
 def test_missing_prompts_file(start):
     ended = start("--prompts.path", "/nowhere.jsonl")
     assert ended.sentence() == "prompts.path = /nowhere.jsonl: no such file or folder"
-    assert ended.seconds < 5
+    assert ended.seconds < 15
 
 
 def test_missing_column_lists_the_columns(start, hollow):
@@ -381,14 +342,14 @@ def test_missing_column_lists_the_columns(start, hollow):
     assert ended.sentence() == (
         f"prompts.path = {path}: row 0 has no column 'question'; set prompts.prompt_column to one of: prompt, answer"
     )
-    assert ended.seconds < 5
+    assert ended.seconds < 15
 
 
 def test_empty_data_set(start, tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     ended = start("--prompts.path", str(tmp_path / "empty.jsonl"))
     assert ended.sentence() == f"prompts.path = {tmp_path / 'empty.jsonl'}: holds no rows"
-    assert ended.seconds < 5
+    assert ended.seconds < 15
 
 
 def test_sequence_longer_than_the_model_shows_the_sum(start, hollow):
@@ -397,7 +358,7 @@ def test_sequence_longer_than_the_model_shows_the_sum(start, hollow):
         "prompts.max_prompt_tokens 40 + rollout.max_response_tokens 25 = 65: "
         f"models.actor = {hollow / 'policy'} takes at most 64 tokens"
     )
-    assert ended.seconds < 5
+    assert ended.seconds < 15
 
 
 @pytest.mark.parametrize("field", ["actor", "reward", "critic"])
@@ -409,7 +370,7 @@ def test_model_folder_that_holds_no_model(start, tmp_path, field, kind):
     ended = start(f"--models.{field}", str(path))
     sentence = ended.sentence()
     assert sentence.startswith(f"models.{field} = {path}: ") and "no " in sentence
-    assert ended.seconds < 5
+    assert ended.seconds < 15
 
 
 def test_reward_model_with_another_tokenizer(start, hollow, tmp_path):
@@ -424,13 +385,13 @@ def test_reward_model_with_another_tokenizer(start, hollow, tmp_path):
         f"models.critic is null and would start as models.reward = {other}, whose tokenizer is not the actor's: "
         "give a critic, such as the actor's folder"
     )
-    assert ended.seconds < 5
+    assert ended.seconds < 15
 
 
 def test_group_estimator_without_groups(start):
     ended = start("--advantage.estimator", "grpo")
     assert ended.sentence() == "rollout.group_size = 1: advantage.estimator = grpo needs 2 or more"
-    assert ended.seconds < 5
+    assert ended.seconds < 15
 
 
 def test_prompt_that_is_too_long(start):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hybrid_rl.batch import Packed, Prompt, Rollout, make_train_batch, pack
+from hybrid_rl.batch import Packed
 from hybrid_rl.bucket import SharedBucket, bucket_bytes, checksum, plan_buckets
 from hybrid_rl.config import ConfigError, ModelsConfig, OptimizerConfig
 from hybrid_rl.distributed import World, join_world
@@ -34,25 +34,6 @@ SETTINGS = OptimizerConfig(
 @pytest.fixture(scope="module")
 def world() -> World:
     return join_world()
-
-
-@pytest.fixture(scope="module")
-def pieces() -> list[Packed]:
-    """Two micro-batches."""
-    ids = [[5, 9, 12, 30, 4], [3, 2, 2, 0], [8, 7, 6, 5, 4, 3, 0]]
-    rollouts = [
-        Rollout(
-            prompt=Prompt(prompt_id=i, text="", token_ids=sequence[:2]),
-            sequence_id=i,
-            response_ids=sequence[2:],
-            rollout_logprobs=[],
-            is_truncated=False,
-            text="",
-        )
-        for i, sequence in enumerate(ids)
-    ]
-    batch = make_train_batch(rollouts)
-    return [pack(batch, [0, 2], CPU), pack(batch, [1], CPU)]
 
 
 def loss_of(logprobs: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """DeepSpeed steps in the shared buffer, bit for bit as in its own, and whoever moves a weight out of it is found."""
 
-import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -104,18 +104,21 @@ def test_neighbours_in_another_order_are_an_error(tiny, world):
         flat._flat(ordered[::-1])
 
 
+@pytest.fixture(scope="module")
+def ranks(on_two_ranks):
+    return on_two_ranks(__file__)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_ranks_gather_into_their_buffers(on_two_ranks, stage, monkeypatch):
-    monkeypatch.setenv("TEST_STAGE", str(stage))
-    ranks = on_two_ranks(__file__)
-    for rank in ranks:
+def test_ranks_gather_into_their_buffers(ranks, stage):
+    for rank in (rank[stage] for rank in ranks):
         assert rank["moved"] == []
-        assert all(torch.equal(weight, ranks[0]["shared"][name]) for name, weight in rank["shared"].items())
+        assert all(torch.equal(weight, ranks[0][stage]["shared"][name]) for name, weight in rank["shared"].items())
         assert all(torch.equal(weight, rank["plain"][name]) for name, weight in rank["shared"].items())
 
 
-def _rank(folder: Path, tiny: Path) -> None:
-    world, stage = join_world(), int(os.environ["TEST_STAGE"])
+def learn(tiny: Path, world: World, stage: int) -> dict:
+    """Take two steps with the buffer and without, as one of two ranks."""
     trainer, flat = make(tiny, world, stage=stage, dtype="float32")
     plain, _ = make(tiny, world, stage=stage, dtype="float32", is_flat=False)
     for _ in range(2):
@@ -124,10 +127,14 @@ def _rank(folder: Path, tiny: Path) -> None:
     seen = open_shared(flat.share().handle, CPU)
     flat.unlink()
     shared = {slot.name: slot.view(seen).clone() for slot in flat.slots}
-    torch.save({"shared": shared, "plain": weights(plain), "moved": flat.moved()}, folder / f"rank{world.rank}.pt")
+    return {"shared": shared, "plain": weights(plain), "moved": flat.moved()}
+
+
+def main() -> None:
+    folder, tiny = map(Path, sys.argv[1:])
+    world = join_world()
+    torch.save({stage: learn(tiny, world, stage) for stage in (0, 1, 2)}, folder / f"rank{world.rank}.pt")
 
 
 if __name__ == "__main__":
-    import sys
-
-    _rank(Path(sys.argv[1]), Path(sys.argv[2]))
+    main()

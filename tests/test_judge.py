@@ -58,7 +58,7 @@ def model_of(folder: Path, spoil: float | None = None):
 def test_score_is_the_weighted_sum_of_its_sources(tiny, five_rollouts):
     model = model_of(tiny)
     config = RewardConfig(functions=["exact_match"], model_weight=0.5)
-    with ScorerPool(["exact_match"], [2.0], timeout_s=10, on_error="raise", num_workers=1) as scorer:
+    with ScorerPool(["exact_match"], [2.0], timeout_s=60, on_error="raise", num_workers=1) as scorer:
         found = score_rollouts(five_rollouts, RewardSources(functions=scorer, model=model), config)
     values = model(five_rollouts)
     torch.testing.assert_close(found.scores, 0.5 * values + torch.tensor([2.0, 0, 0, 0, 0]))
@@ -189,7 +189,7 @@ def drawn(rank: int) -> Scored:
 
 def main() -> None:
     """Run as one of two ranks, and leave what it is left with."""
-    world = join_world(timeout_s=60)
+    world = join_world()
     share = spread_by_tokens(drawn(world.rank), world, world)
     together = spread_by_tokens(drawn(world.rank), world, world.strided(2))
     rows = [(r.prompt.prompt_id, r.sequence_id, len(r.response_ids)) for r in share.rollouts]

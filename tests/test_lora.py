@@ -410,7 +410,7 @@ def main() -> None:
     """Run as one of two ranks, and leave the results in the folder."""
     folder, tiny = map(Path, sys.argv[1:])
     torch.set_num_threads(1)
-    world = join_world(timeout_s=60)
+    world = join_world()
     results = [run_rank(folder, tiny, stage, world, alone=False) for stage in (2, 3)]
     torch.save(results, folder / f"rank{world.rank}.pt")
 

@@ -87,7 +87,7 @@ def test_a_phase_that_is_cut_off_leaves_nothing(tmp_path, world):
 def main() -> None:
     """Run as one of two ranks; rank 1 had not ended the second phase when the run was killed."""
     folder = Path(sys.argv[1])
-    world = join_world(timeout_s=60)
+    world = join_world()
     log = PhaseLog(folder / "log", key="k", first_step=1, world=world)
     for name in ("rollout", "scores"):
         log.once(1, name, lambda: world.rank)

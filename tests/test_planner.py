@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, Qwen2Config
+from transformers import LlamaConfig
 
 from hybrid_rl.advice import check_plan, plan_run, suggest
 from hybrid_rl.config import (
@@ -35,15 +35,6 @@ from hybrid_rl.planner import (
 from hybrid_rl.trainer import RESIDENCY
 
 SYNC, ROLLOUT, SCORE, UPDATE_CRITIC, UPDATE_ACTOR = Phase
-QWEN_7B = Qwen2Config(
-    vocab_size=152064,
-    hidden_size=3584,
-    intermediate_size=18944,
-    num_hidden_layers=28,
-    num_attention_heads=28,
-    num_key_value_heads=4,
-    tie_word_embeddings=False,
-)
 LLAMA_1B = LlamaConfig(
     vocab_size=128256,
     hidden_size=2048,
@@ -56,9 +47,9 @@ LLAMA_1B = LlamaConfig(
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def folders(tmp_path_factory, qwen_7b):
     root = tmp_path_factory.mktemp("configs")
-    for name, config in {"7b": QWEN_7B, "1b": LLAMA_1B}.items():
+    for name, config in {"7b": qwen_7b, "1b": LLAMA_1B}.items():
         config.save_pretrained(root / name)
     return root
 

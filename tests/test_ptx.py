@@ -154,7 +154,7 @@ CASES: list[dict[str, int]] = [
 def main() -> None:
     """Learn as one of two ranks."""
     torch.set_num_threads(1)
-    world = join_world(timeout_s=60)
+    world = join_world()
     results = [learn(Path(sys.argv[2]), world, **case) for case in CASES]
     torch.save(results, Path(sys.argv[1], f"rank{world.rank}.pt"))
 

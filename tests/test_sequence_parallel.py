@@ -174,7 +174,7 @@ def main() -> None:
     """Run as one of two ranks that share tokens."""
     root, tiny = map(Path, sys.argv[1:])
     torch.set_num_threads(1)
-    world = join_world(timeout_s=60)
+    world = join_world()
     sharers = world.consecutive(2, on_device=True)
     found: dict[str, Any] = {name: run_case(case, world, sharers, root, tiny) for name, case in CASES.items()}
     found["window"] = refusal("window", sharers, root, tiny)

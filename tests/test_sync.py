@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_rl.batch import Prompt, Rollout, make_train_batch, pack
 from hybrid_rl.bucket import SharedWeights, checksum, open_shared
 from hybrid_rl.config import ModelsConfig, OptimizerConfig, SyncConfig
 from hybrid_rl.distributed import World, join_world
@@ -16,7 +15,7 @@ from hybrid_rl.engines.deepspeed import TrainEngine
 from hybrid_rl.engines.flat import FlatWeights
 from hybrid_rl.engines.hf import HfEngine
 from hybrid_rl.metrics import Timeline
-from hybrid_rl.models import load_actor, packed_inputs
+from hybrid_rl.models import load_actor
 from hybrid_rl.sync import AliasSync, CopySync, SyncError
 
 CPU = torch.device("cpu")
@@ -33,23 +32,6 @@ def world() -> World:
 def trainer(request, tiny: Path, world: World) -> TrainEngine:
     actor = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
     return TrainEngine(actor, OptimizerConfig(lr=1e-3), zero_stage=request.param, total_steps=9, world=world)
-
-
-def step(trainer: TrainEngine) -> None:
-    rollout = Rollout(
-        prompt=Prompt(prompt_id=0, text="", token_ids=[5, 9]),
-        sequence_id=0,
-        response_ids=[3, 8, 0],
-        rollout_logprobs=[],
-        is_truncated=False,
-        text="",
-    )
-    packed = pack(make_train_batch([rollout]), [0], CPU)
-    logprobs, _ = trainer.forward(
-        **packed_inputs(packed), index=packed.response_index, targets=packed.targets, temperature=1.0
-    )
-    trainer.backward(-logprobs.sum(), is_last=True)
-    trainer.step()
 
 
 class Engine(HfEngine):
@@ -104,7 +86,7 @@ def same_weights(trainer: TrainEngine, engine: Engine) -> bool:
         return all(checksum(tensors[name]) == held[name][0][1] for name in names)
 
 
-def test_engine_runs_the_trainers_weights(tiny, trainer):
+def test_engine_runs_the_trainers_weights(tiny, trainer, train_step):
     engine = Engine(tiny / "policy")
     sync = make_sync(trainer, engine)
     assert not same_weights(trainer, engine)
@@ -115,7 +97,7 @@ def test_engine_runs_the_trainers_weights(tiny, trainer):
     assert report.num_bytes == sum(4 * math.prod(shape) for _, shape, _ in trainer.named_shapes())
     sampling = Sampling(temperature=0.0, max_tokens=3, stop_token_ids=())
     assert len(engine.generate([[5, 9]], sampling, None)[0].token_ids) == 3
-    step(trainer)
+    train_step(trainer)
     assert not same_weights(trainer, engine)
     report = sync.push()
     assert same_weights(trainer, engine)
@@ -236,10 +218,10 @@ def test_corrupted_tensor_is_named(tiny, trainer, fault):
         make_sync(trainer, fault(tiny / "policy")).push()
 
 
-def test_stale_tensor_is_named_within_one_rotation(tiny, trainer):
+def test_stale_tensor_is_named_within_one_rotation(tiny, trainer, train_step):
     sync = make_sync(trainer, KeepsOneStale(tiny / "policy"), num_verified=5)
     sync.push()
-    step(trainer)
+    train_step(trainer)
     with pytest.raises(SyncError, match=re.escape(f"tensor {VICTIM} differs")):
         for _ in range(4):  # 20 tensors, 5 at a time
             sync.push()
@@ -277,14 +259,14 @@ def test_engine_parameter_without_a_source_is_named(tiny, trainer):
 # The engine that shares
 
 
-def test_engine_that_shares_follows_without_a_push(sharing):
+def test_engine_that_shares_follows_without_a_push(sharing, train_step):
     trainer, engine, sync = sharing
     with pytest.raises(RuntimeError, match="push the trainer's first"):
         engine.generate([[5, 9]], Sampling(temperature=0.0, max_tokens=3, stop_token_ids=()), None)
     before = [p.clone() for p in engine._parameters.values()]
     report = sync.push()
     assert (report.version, report.num_bytes, report.num_verified) == (1, 0, 20)
-    step(trainer)
+    train_step(trainer)
     assert same_weights(trainer, engine)
     assert all(not torch.equal(p, old) for p, old in zip(engine._parameters.values(), before, strict=True))
     assert sync.push().num_verified == 7
@@ -308,11 +290,11 @@ def test_weight_that_left_the_buffer_is_named(sharing):
         sync.push()
 
 
-def test_engine_that_turned_to_a_copy_is_named_within_one_rotation(sharing):
+def test_engine_that_turned_to_a_copy_is_named_within_one_rotation(sharing, train_step):
     trainer, engine, sync = sharing
     sync.push()
     engine._parameters[VICTIM].data = engine._parameters[VICTIM].data.clone()
-    step(trainer)
+    train_step(trainer)
     with pytest.raises(SyncError, match=re.escape(f"tensor {VICTIM} differs")):
         for _ in range(3):  # 20 tensors, 7 at a time
             sync.push()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl import memory, tenants
-from hybrid_rl.batch import Packed, Prompt, Rollout, make_train_batch, pack
+from hybrid_rl.batch import Packed
 from hybrid_rl.config import Config, ConfigError, MemoryConfig, ModelsConfig, OptimizerConfig, UpdateConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.deepspeed import StatesTenant, TrainEngine
@@ -108,24 +108,6 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> HostPool:
 @pytest.fixture(scope="module")
 def world() -> World:
     return join_world()
-
-
-@pytest.fixture(scope="module")
-def pieces() -> list[Packed]:
-    """Two micro-batches."""
-    rollouts = [
-        Rollout(
-            prompt=Prompt(prompt_id=i, text="", token_ids=ids[:2]),
-            sequence_id=i,
-            response_ids=ids[2:],
-            rollout_logprobs=[],
-            is_truncated=False,
-            text="",
-        )
-        for i, ids in enumerate([[5, 9, 12, 30, 4], [3, 2, 2, 0], [8, 7, 6, 5, 4, 3, 0]])
-    ]
-    batch = make_train_batch(rollouts)
-    return [pack(batch, [0, 2], CPU), pack(batch, [1], CPU)]
 
 
 def logprobs_of(engine: TrainEngine, packed: Packed) -> Tensor:

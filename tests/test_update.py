@@ -369,7 +369,7 @@ def main() -> None:
     """Run all cases as one of two ranks, and leave the results in the folder."""
     folder, tiny = map(Path, sys.argv[1:])
     torch.set_num_threads(1)
-    world = join_world(timeout_s=60)
+    world = join_world()
     torch.save([run_case(case, tiny, world) for case in CASES.values()], folder / f"rank{world.rank}.pt")
 
 
