@@ -218,7 +218,7 @@ bool is_done(const std::future<vmm::Moved>& call, int ms) {
 void a_first_release_waits_for_its_part_of_the_reserve() {
   House house;
   Address small = house.add("states", Policy::kCopy, kMib, 1), large = house.add("states", Policy::kCopy, 9 * kMib, 2);
-  house.add("states", Policy::kCopy, kMib, 3);
+  Address third = house.add("states", Policy::kCopy, kMib, 3);
   house.pool.reserve_host(18 * kMib);
   CHECK(fake::pinned() == 0);
   fake::hold_pinning(true);
@@ -240,7 +240,13 @@ void a_first_release_waits_for_its_part_of_the_reserve() {
   CHECK(house.pool.reserve().taken == 14 * kMib);
   CHECK(says(failure_of([&] { house.pool.reserve_host(kMib); }), "has a reserve"));
   house.pool.free(large);
-  CHECK(fake::pinned() == 26 * kMib);  // the reserve keeps what was pinned
+  CHECK(fake::pinned() == 26 * kMib && house.pool.reserve().taken == 4 * kMib);  // the reserve keeps what was pinned
+  house.pool.free(small);
+  house.pool.free(third);
+  Address next = house.add("next run", Policy::kCopy, 17 * kMib, 5);
+  CHECK(house.release("next run").out == 18 * kMib && house.pool.reserve().taken == 18 * kMib);
+  house.restore("next run");
+  CHECK(fake::pinned() == 26 * kMib && holds(next, 17 * kMib, 5));
 }
 
 void a_failed_reserve_is_told_by_the_release_that_needs_it() {

@@ -157,6 +157,11 @@ void Pool::free(Address address) {
   Context context(*this);
   auto block = owner->second->blocks.find(address);
   driver_.synchronize();  // unmapping under a kernel that still reads would fault
+  if (block->second.chunks[0].is_reserved) {
+    std::lock_guard reserve_lock(reserve_mutex_);
+    reserve_.taken -= block->second.bytes;
+    if (reserve_.taken == 0) next_ = 0;  // all of it is for another run of this process
+  }
   discard(block->second);
   owner->second->blocks.erase(block);
   owners_.erase(owner);

@@ -75,7 +75,8 @@ class Pool {
   // The host copy of an address, contiguous to the end of its block.
   void* host(Address address);
 
-  // Set host memory aside, once, which first releases take theirs from instead of pinning some of their own.
+  // Set host memory aside, once, which first releases take theirs from instead of pinning some of their own. It can be
+  // taken anew when every block in it is gone.
   void reserve_host(size_t bytes);
   // Pin it. To be called once after reserve_host, on a thread of its own: a release waits for what is not ready of its
   // part. What fails is thrown here and by one release, the first that finds it; the part before it can be taken.

@@ -131,7 +131,8 @@ class VmmPool:
         """Pin host memory on a thread while other work goes on; first releases take theirs from it.
 
         A release waits for what is not ready of its part, and pins by itself what the reserve has no room for. Where
-        pinning the reserve fails, the first release that finds it so raises.
+        pinning the reserve fails, the first release that finds it so raises. When all that took from it is gone, it can
+        be taken anew.
 
         Raises:
             VmmError: this pool has a reserve, or there are no addresses for it.
@@ -143,7 +144,8 @@ class VmmPool:
     def reserve(self) -> Reserve:
         """What reserve_host has done so far."""
         size, taken, pinning, waited = ctypes.c_size_t(), ctypes.c_size_t(), ctypes.c_double(), ctypes.c_double()
-        self._check(self._library.vmm_reserve(*map(ctypes.byref, (size, taken, pinning, waited))))
+        places = (ctypes.byref(size), ctypes.byref(taken), ctypes.byref(pinning), ctypes.byref(waited))
+        self._check(self._library.vmm_reserve(*places))
         return Reserve(num_bytes=size.value, taken_bytes=taken.value, pinning_s=pinning.value, waited_s=waited.value)
 
     def _move(self, out: str, into: str) -> tuple[int, int]:

@@ -97,6 +97,8 @@ def test_storages_move_into_a_region_with_all_their_views(pool: VmmPool) -> None
 def test_a_reserve_holds_what_leaves(pool: VmmPool) -> None:
     region = pool.region("reserved")
     tensor, expected = filled(region, SIZE, 6)
+    if pool.reserve.num_bytes:
+        pytest.skip("a run of this process has reserved before")
     pool.reserve_host(SIZE)
     assert region.release() == region.num_bytes  # waits for what is not pinned yet
     assert pool.reserve.taken_bytes == region.num_bytes
