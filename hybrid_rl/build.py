@@ -74,7 +74,7 @@ class Run:
     config: Config
     world: World
     batch_world: World
-    """This rank among those whose sequences differ from SCORE to the updates: one of each group that shares tokens."""
+    """This rank among those whose sequences differ from SCORE to the updates: one of each group that works together."""
     data: Data
     recorder: Recorder
     memory: MemoryManager
@@ -214,6 +214,7 @@ class Builder:
             total_steps=num_optimizer_steps(self._step_sizes[skipped_steps:], self._config.update),
             world=self._world,
             flat=flat,
+            tensor_parallel_size=self._config.update.tensor_parallel_size,
         )
         if self._resume_from:
             trainer.load(self._resume_from / name)
@@ -301,6 +302,19 @@ class Builder:
         return RewardSources(functions=data.scorer, remote=remote, model=model)
 
 
+def _form_groups(config: Config, world: World) -> World:
+    """Return Run.batch_world, for ranks that can form the groups that are set.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    update = config.update
+    check_groups("rollout.tensor_parallel_size", config.rollout.tensor_parallel_size, world)
+    check_groups("update.sequence_parallel_size", update.sequence_parallel_size, world)
+    check_groups("update.tensor_parallel_size", update.tensor_parallel_size, world)
+    return world.strided(update.sequence_parallel_size * update.tensor_parallel_size)
+
+
 def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
     """Return a run that stands right before its next step, everything released.
 
@@ -308,9 +322,7 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
         ConfigError: a setting or an input file cannot work, or the models do not fit; before any model loads.
     """
     world = join_world()
-    check_groups("rollout.tensor_parallel_size", config.rollout.tensor_parallel_size, world)
-    check_groups("update.sequence_parallel_size", config.update.sequence_parallel_size, world)
-    batch_world = world.strided(config.update.sequence_parallel_size)
+    batch_world = _form_groups(config, world)
     plan = plan_run(config, world, residency)
     config = plan.sized(config)
     torch.manual_seed(config.run.seed)

@@ -249,6 +249,8 @@ class UpdateConfig:
     """Tokens packed into one forward, of each rank or of all that share them. The result does not depend on it."""
     sequence_parallel_size: int = 1
     """Ranks that share the tokens of each micro-batch, for long responses; consecutive ranks of one node."""
+    tensor_parallel_size: int = 1
+    """Ranks that hold the matrices of the trained models between them; consecutive ranks of one node."""
     policy_loss: Literal["clip", "gspo", "cispo", "pg"] = "clip"
     """PPO's clip, GSPO's sequence ratio, CISPO's clipped weight, or the plain policy gradient; see hybrid_rl.loss."""
     clip_low: float = 0.2

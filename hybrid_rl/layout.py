@@ -88,6 +88,9 @@ def why_copy(config: Config, *, architecture: str, tensors: Sequence[NamedShape]
     size = config.rollout.tensor_parallel_size
     if size > 1:
         return f"rollout.tensor_parallel_size = {size} cuts the engine's weights up, and the trainer's are whole; use 1"
+    size = config.update.tensor_parallel_size
+    if size > 1:
+        return f"update.tensor_parallel_size = {size} cuts the trainer's weights up, and the engine's are whole; use 1"
     if config.update.zero_stage == 3:
         return "update.zero_stage = 3 cuts the trainer's weights up; use 0 to 2"
     if config.models.lora.rank:

@@ -118,11 +118,6 @@ class ServedWeight:
     """The peft layer whose adapter changes it."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole weight, also where ZeRO-3 has sharded it."""
-        return tuple(getattr(self.base, "ds_shape", self.base.shape))
-
-    @property
     def parameters(self) -> list[nn.Parameter]:
         """All that must be gathered to compute it."""
         if self.layer is None:

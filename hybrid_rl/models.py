@@ -30,6 +30,7 @@ from hybrid_rl.packed import (
     settle_layout,
 )
 from hybrid_rl.sequence_parallel import check_heads
+from hybrid_rl.tensor_parallel import check_cuts
 
 __all__ = [
     "Actor",
@@ -81,8 +82,8 @@ def check_models(config: Config) -> None:
 
     Raises:
         ConfigError: a folder holds no model; a sequence would be longer than a model allows; critic or reference has
-            another tokenizer than the actor, or the critic would start as a reward model that has; models.attention or
-            models.lora does not fit a model.
+            another tokenizer than the actor, or the critic would start as a reward model that has; models.attention,
+            models.lora or how ranks share the work does not fit a model.
     """
     paths = {name: getattr(config.models, name) for name in ("actor", "critic", "reference", "reward")}
     paths = {f"models.{name}": path for name, path in paths.items() if path is not None}
@@ -135,7 +136,10 @@ def _check_classes(config: Config, configs: dict[str, PretrainedConfig]) -> None
         )
         if config.update.sequence_parallel_size > 1:
             check_heads(model_config, config.update.sequence_parallel_size, where=field)
-        if lora.rank and lora.target_modules and field in ("models.actor", "models.critic"):
+        is_trained, size = field in ("models.actor", "models.critic"), config.update.tensor_parallel_size
+        if is_trained and size > 1:
+            check_cuts(_empty(model_class, model_config, is_policy=is_policy)[0], size)
+        if is_trained and lora.rank and lora.target_modules:
             model, head = _empty(model_class, model_config, is_policy=is_policy)
             check_targets(model, lora, heads=[head])
 

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from hybrid_rl.bucket import bucket_bytes, plan_buckets
-from hybrid_rl.config import Config, ModelsConfig, OptimizerConfig
+from hybrid_rl.config import Config, ModelsConfig
 from hybrid_rl.footprint import Footprint, Sharding, footprint, head_bytes, micro_batch_shares
 from hybrid_rl.layout import why_copy
 from hybrid_rl.memory import Phase
@@ -233,7 +233,7 @@ class _Planner:
         self.full_length = -(-length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
         sequences, size = -(-config.responses_per_step // machine.num_ranks), config.rollout.tensor_parallel_size
         self.wave = min(size * sequences, config.rollout.max_num_seqs * machine.engines_per_gpu)
-        sharers = config.update.sequence_parallel_size
+        sharers = config.update.sequence_parallel_size * config.update.tensor_parallel_size
         self._tokens, self._response_tokens = micro_batch_shares(config, num_sequences=sharers * sequences)
         dtype = torch.float32 if self._dtype_bytes == 4 else torch.bfloat16
         self._actor_tensors = [(name, shape, dtype) for name, shape in shapes.actor.tensors]
@@ -290,13 +290,13 @@ class _Planner:
         shape: ModelShape | None = getattr(self._shapes, name)
         if shape is None:
             return None
-        config, lora = self._config, self._config.models.lora
-        optimizer: OptimizerConfig = getattr(config.update, name)
+        update, lora = self._config.update, self._config.models.lora
+        shape = shape.of_rank(update.tensor_parallel_size)
         sharding = Sharding(
-            zero_stage=config.update.zero_stage,
-            num_ranks=self._machine.num_ranks,
+            zero_stage=update.zero_stage,
+            num_ranks=self._machine.num_ranks // update.tensor_parallel_size,
             dtype_bytes=self._dtype_bytes,
-            optimizer=optimizer,
+            optimizer=getattr(update, name),
         )
         num_trained = shape.num_adapted(lora) if lora.rank else shape.num_params
         return footprint(shape, sharding, num_trained=num_trained)
@@ -341,7 +341,7 @@ class _Planner:
             Row(name="staging bucket", num_bytes=0 if self._shares_weights else staging),
             Row(name="checksums", num_bytes=2 * CHECKSUM_BYTES, phases=frozenset({SYNC})),
         ]
-        if config.update.zero_stage == 3 and self._machine.num_ranks > 1:
+        if config.update.tensor_parallel_size > 1 or (config.update.zero_stage == 3 and self._machine.num_ranks > 1):
             rows.append(Row(name="gathered weights", num_bytes=staging, phases=frozenset({SYNC})))
         if config.rollout.engine == "vllm":
             computing = self._engine_activations() * self._machine.engines_per_gpu
@@ -370,7 +370,7 @@ class _Planner:
         ]
 
     def update(self, name: str) -> list[Row]:
-        """Return what the update of `actor` or `critic` adds to its parameters and states."""
+        """Return what the update of `actor` or `critic` adds to its parameters and states, activations as if uncut."""
         part, shape = self.engine(name), getattr(self._shapes, name)
         if part is None:
             return []

@@ -6,7 +6,7 @@ as if every expert computed, which is too high.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hybrid_rl.config import LoraConfig
 from hybrid_rl.models import empty_model
+from hybrid_rl.tensor_parallel import planned_cuts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ class ModelShape:
     """Outputs of the head: 1 of a value model."""
     is_gated: bool
     """Whether the feed-forward multiplies two projections."""
+    cut: frozenset[str] = frozenset()
+    """Names of the parameters that tensor parallel ranks hold between them."""
 
     @property
     def num_params(self) -> int:
@@ -48,6 +51,11 @@ class ModelShape:
     def largest_tensor(self) -> int:
         """Elements of the largest parameter."""
         return max(torch.Size(shape).numel() for _, shape in self.tensors)
+
+    def of_rank(self, size: int) -> "ModelShape":
+        """Return it with the tensors that one of `size` tensor parallel ranks holds; all are cut by their rows."""
+        tensors = tuple((n, (s[0] // size, *s[1:]) if n in self.cut else s) for n, s in self.tensors)
+        return replace(self, tensors=tensors)
 
     @property
     def num_linear(self) -> int:
@@ -131,7 +139,7 @@ def read_shape(path: str, *, field: str, is_policy: bool) -> ModelShape:
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    linears = _linears(model, head)
+    linears, cuts = _linears(model, head), planned_cuts(model)
     return ModelShape(
         architecture=type(model).__name__,
         tensors=tuple((name, tuple(p.shape)) for name, p in model.named_parameters()),
@@ -144,6 +152,7 @@ def read_shape(path: str, *, field: str, is_policy: bool) -> ModelShape:
         key_size=(getattr(config, "num_key_value_heads", None) or heads) * head_size,
         vocab_size=head.out_features,
         is_gated=any("gate" in name for name, _, _ in linears),
+        cut=frozenset(name for name, _ in model.named_parameters() if cuts.dimension(name) is not None),
     )
 
 

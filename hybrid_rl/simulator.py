@@ -193,7 +193,7 @@ class _Work:
 
         Per micro-batch ZeRO-2 and 3 reduce gradients in float32, ZeRO-3 gathers weights forward and backward; per
         optimizer step ZeRO-1 and 2 gather weights, ZeRO 0 and 1 reduce gradients, 0 twice as much. What ranks
-        that share tokens exchange in attention is left out.
+        exchange in a model whose tokens or matrices they share is left out.
         """
         config, update, ranks = self._config, self._config.update, self._machine.num_ranks
         share = (ranks - 1) / ranks

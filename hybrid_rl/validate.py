@@ -20,7 +20,14 @@ def _check_positive(config: Config) -> None:
         ],
         "reward": ["timeout_s", "num_workers", "remote_timeout_s", "clip"],
         "advantage": ["length_adaptive_alpha", "kl_target", "kl_horizon"],
-        "update": ["num_epochs", "mini_batch_size", "micro_batch_tokens", "sequence_parallel_size", "dual_clip"],
+        "update": [
+            "num_epochs",
+            "mini_batch_size",
+            "micro_batch_tokens",
+            "sequence_parallel_size",
+            "tensor_parallel_size",
+            "dual_clip",
+        ],
         "ptx": ["batch_size", "max_tokens"],
         "sync": ["bucket_bytes"],
         "checkpoint": ["keep_last"],
@@ -189,6 +196,16 @@ def _check_update(config: Config) -> None:
     check(config.ptx.path is None or 0 < config.ptx.coef < 1, f"ptx.coef = {config.ptx.coef}: must lie in (0, 1)")
 
 
+def _check_tensor_parallel(config: Config) -> None:
+    update, rank = config.update, config.models.lora.rank
+    if update.tensor_parallel_size == 1:
+        return
+    field, sharers = f"update.tensor_parallel_size = {update.tensor_parallel_size}", update.sequence_parallel_size
+    check(update.zero_stage < 3, f"{field}: needs update.zero_stage 0 to 2, not {update.zero_stage}")
+    check(rank == 0, f"{field}: needs models.lora.rank = 0, not {rank}; DeepSpeed cuts no layer with adapters")
+    check(sharers == 1, f"{field}: needs update.sequence_parallel_size = 1, not {sharers}")
+
+
 def validate(config: Config) -> Config:
     """Return the config if every rule that needs no file holds.
 
@@ -203,6 +220,7 @@ def validate(config: Config) -> Config:
         _check_advantage,
         _check_rollout,
         _check_update,
+        _check_tensor_parallel,
     ):
         rule(config)
     return config

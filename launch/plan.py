@@ -48,11 +48,12 @@ def forecast(config: Config, machine: Machine, rates: Rates, shapes: Shapes | No
     """Return plan and predicted times of a config on a machine.
 
     Raises:
-        ConfigError: a folder holds no model; an engine, or GPUs that share tokens, would span two nodes.
+        ConfigError: a folder holds no model; an engine, or GPUs that work together, would span two nodes.
     """
     groups = {
         "rollout.tensor_parallel_size": config.rollout.tensor_parallel_size,
         "update.sequence_parallel_size": config.update.sequence_parallel_size,
+        "update.tensor_parallel_size": config.update.tensor_parallel_size,
     }
     for field, size in groups.items():
         check(machine.num_gpus % size == 0, f"{field} = {size}: must divide --gpus {machine.num_gpus}")
@@ -61,7 +62,7 @@ def forecast(config: Config, machine: Machine, rates: Rates, shapes: Shapes | No
     ungrouped = replace(
         config,
         rollout=replace(config.rollout, tensor_parallel_size=1),
-        update=replace(config.update, sequence_parallel_size=1),
+        update=replace(config.update, sequence_parallel_size=1, tensor_parallel_size=1),
     )
     plan, plan_alone = make_plan(config, machine, shapes, RESIDENCY), make_plan(ungrouped, single, shapes, RESIDENCY)
     time = simulate(config, machine, shapes, plan, rates)

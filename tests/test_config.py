@@ -107,6 +107,18 @@ RULES: list[tuple[dict[str, Any], str]] = [
         {"rollout.tensor_parallel_size": 2, "rollout.engine": "hf"},
         "rollout.tensor_parallel_size = 2: needs rollout.engine = vllm, not hf",
     ),
+    (
+        {"update.tensor_parallel_size": 2, "update.zero_stage": 3},
+        "update.tensor_parallel_size = 2: needs update.zero_stage 0 to 2, not 3",
+    ),
+    (
+        {"update.tensor_parallel_size": 2, "update.sequence_parallel_size": 4},
+        "update.tensor_parallel_size = 2: needs update.sequence_parallel_size = 1, not 4",
+    ),
+    (
+        {"update.tensor_parallel_size": 2, "models.lora.rank": 8},
+        "update.tensor_parallel_size = 2: needs models.lora.rank = 0, not 8; DeepSpeed cuts no layer with adapters",
+    ),
     ({"update.clip_low": -0.1}, "update.clip_low = -0.1: must lie in [0, 1)"),
     ({"update.clip_low": 1.0}, "update.clip_low = 1.0: must lie in [0, 1)"),
     (
@@ -134,6 +146,7 @@ def test_rule_is_told_in_one_sentence(changes, sentence):
         {"update.micro_batch_tokens": 768},
         {"update.clip_low": 0.0},
         {"update.zero_stage": 0, "memory.swap": "off"},
+        {"update.tensor_parallel_size": 1, "update.zero_stage": 3, "update.sequence_parallel_size": 4},
         {"rollout.rollout_batch_size": 16, "rollout.group_size": 8},
     ],
     ids=str,

@@ -32,6 +32,7 @@ LAYERS = [
         "models",
         "packed",
         "sequence_parallel",
+        "tensor_parallel",
         "attention",
         "lora",
         "engines",
@@ -50,7 +51,7 @@ LAYERS = [
 ]
 HEAVY = {
     "vllm": {"hybrid_rl/engines/vllm.py", "hybrid_rl/engines/vllm_worker.py"},
-    "deepspeed": {f"hybrid_rl/engines/{name}.py" for name in ("deepspeed", "flat", "states", "ulysses")},
+    "deepspeed": {f"hybrid_rl/engines/{name}.py" for name in ("deepspeed", "flat", "shards", "states", "ulysses")},
     "peft": {"hybrid_rl/lora.py"},
     "ray": {"launch/ray_cluster.py"},
     "wandb": set(),

@@ -84,6 +84,7 @@ def test_sharing_is_allowed_for_the_known_architectures():
     "config, architecture, tensors, rule",
     [
         (Config(rollout=RolloutConfig(tensor_parallel_size=2)), "LlamaForCausalLM", LLAMA, "tensor_parallel_size = 2"),
+        (Config(update=UpdateConfig(tensor_parallel_size=2)), "LlamaForCausalLM", LLAMA, "update.tensor_parallel_size"),
         (Config(update=UpdateConfig(zero_stage=3)), "LlamaForCausalLM", LLAMA, "update.zero_stage = 3"),
         (Config(models=ModelsConfig(lora=LoraConfig(rank=4))), "LlamaForCausalLM", LLAMA, "models.lora.rank = 4"),
         (Config(), "GPT2LMHeadModel", LLAMA, "GPT2LMHeadModel is not one of LlamaForCausalLM, "),

@@ -56,6 +56,15 @@ def test_tiny_llama_by_hand(tiny):
     assert shape.head_flops(3) == 2 * 3 * 32 * 40
 
 
+def test_a_tensor_parallel_rank_holds_its_part_by_hand(tiny):
+    """All matrices of the layers but embeddings, which are the head too; norms are whole."""
+    shape = read_shape(str(tiny / "policy"), field="models.actor", is_policy=True)
+    assert shape.of_rank(1) == shape
+    layer = 2048 + 2 * 1024 + 2048 + 3 * 2048
+    assert shape.of_rank(2).num_params == 40 * 32 + 2 * (layer // 2 + 2 * 32) + 32 == 13_728
+    assert dict(shape.of_rank(4).tensors)["model.layers.1.self_attn.k_proj.weight"] == (8, 32)
+
+
 @pytest.mark.parametrize("is_policy", [True, False])
 def test_parameters_are_those_of_the_real_module(folder, is_policy):
     auto_class = AutoModelForCausalLM if is_policy else AutoModelForSequenceClassification

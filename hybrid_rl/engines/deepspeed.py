@@ -22,6 +22,7 @@ from hybrid_rl.lora import (
     has_adapters,
     served_weights,
 )
+from hybrid_rl.packed import PackedModel
 from hybrid_rl.snapshot import Parts, Snapshot
 
 if not torch.cuda.is_available():
@@ -33,6 +34,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import logger as deepspeed_logger
 
 from hybrid_rl.engines.flat import FlatWeights
+from hybrid_rl.engines.shards import Shards
 from hybrid_rl.engines.states import LearnedStates
 
 deepspeed_logger.setLevel(logging.WARNING)
@@ -79,42 +81,57 @@ def _make_optimizer(
     return torch.optim.AdamW(groups, fused=True, **options)
 
 
+def _settings(config: OptimizerConfig, *, zero_stage: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Return what DeepSpeed is configured with."""
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.max_grad_norm,
+        "steps_per_print": 1 << 60,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": zero_stage,
+            "reduce_bucket_size": _BUCKET_ELEMENTS,
+            "allgather_bucket_size": _BUCKET_ELEMENTS,
+        },
+    }
+    if config.kind == "cpu_adam":
+        offload = {"device": "cpu", "pin_memory": device.type == "cuda"}
+        settings["zero_optimization"]["offload_optimizer"] = offload
+    if dtype == torch.bfloat16:
+        settings |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    return settings
+
+
 class TrainEngine:
     """A model, its gradients and its optimizer, sharded over all ranks."""
 
     def __init__(
         self,
-        module: nn.Module,
+        module: PackedModel,
         config: OptimizerConfig,
         *,
         zero_stage: int,
         total_steps: int,
         world: World,
         flat: FlatWeights | None = None,
+        tensor_parallel_size: int = 1,
     ) -> None:
-        """Take charge of a module; flat: the buffer that its parameters are in, if an engine shares it."""
+        """Take charge of a module.
+
+        Args:
+            flat: the buffer that its parameters are in, if an engine shares it.
+            tensor_parallel_size: consecutive ranks that get the same inputs and have the model's matrices between them.
+        Raises:
+            ConfigError: the settings exclude each other, or the model cannot be cut; see Shards.
+        """
         dtype = next(module.parameters()).dtype
         check(
             zero_stage > 0 or dtype == torch.float32,
             f"update.zero_stage = 0: DeepSpeed keeps no float32 master of {dtype} weights then; use 1 to 3",
         )
-        settings: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "gradient_clipping": config.max_grad_norm,
-            "steps_per_print": 1 << 60,
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {
-                "stage": zero_stage,
-                "reduce_bucket_size": _BUCKET_ELEMENTS,
-                "allgather_bucket_size": _BUCKET_ELEMENTS,
-            },
-        }
-        if config.kind == "cpu_adam":
-            offload = {"device": "cpu", "pin_memory": world.device.type == "cuda"}
-            settings["zero_optimization"]["offload_optimizer"] = offload
-        if dtype == torch.bfloat16:
-            settings |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        self._shards = Shards(module, tensor_parallel_size)
+        settings = _settings(config, zero_stage=zero_stage, dtype=dtype, device=world.device) | self._shards.settings
         factor = lr_factor(config, total_steps)
         parameters = flat.ordered() if flat else module.parameters()
         with flat.adopted() if flat else nullcontext():
@@ -124,11 +141,16 @@ class TrainEngine:
                 lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
                 config=settings,
             )
+        if tensor_parallel_size > 1:  # compares the ranks' first inputs, by identity if they are no tensors
+            self._engine.first_dataloader_check.remove()
+        self._shards.prove()
         self._served = served_weights(self.model)
-        self._world = world
+        self._num_replicas = world.size // tensor_parallel_size
         self._zero_stage = zero_stage
         adapters = adapter_settings(self.model)
-        self._states = LearnedStates(self._engine, zero_stage=zero_stage, world=world, adapters=adapters)
+        self._states = LearnedStates(
+            self._engine, zero_stage=zero_stage, world=world, adapters=adapters, shards=self._shards
+        )
 
     @property
     def module(self) -> nn.Module:
@@ -164,10 +186,10 @@ class TrainEngine:
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Add the gradient of a loss that is already normalised over all ranks and micro-batches.
 
-        DeepSpeed averages gradients over ranks; the factor undoes that, so that gradients add up.
+        DeepSpeed averages gradients over the ranks that have other tokens; the factor undoes that, so that they add up.
         """
         self._engine.set_gradient_accumulation_boundary(is_last)
-        self._engine.backward(loss * self._world.size)
+        self._engine.backward(loss * self._num_replicas)
 
     def step(self) -> float:
         """Clip, take an optimizer step and a schedule step; return the gradient norm before clipping.
@@ -176,7 +198,7 @@ class TrainEngine:
             FloatingPointError: the gradient norm is not finite.
         """
         if self._zero_stage == 0:  # DeepSpeed clips then, but does not tell the norm
-            norm = float(nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None]))
+            norm = self._shards.norm(self.module.parameters())
             self._engine.step()
         else:
             self._engine.step()
@@ -195,17 +217,21 @@ class TrainEngine:
 
         Adapters do not appear: they are merged into the weights that they change.
         """
-        return [(name, weight.shape, weight.base.dtype) for name, weight in self._served.items()]
+        return [(name, self._shards.shape(weight.base), weight.base.dtype) for name, weight in self._served.items()]
 
     @contextmanager
     def gathered(self, names: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
-        """Yield the named weights whole; under ZeRO-3 a collective, and the tensors are gone afterwards.
+        """Yield the named weights whole; where ranks hold parts of them a collective, and gone afterwards.
 
         Merged weights are new tensors, computed each time that they are read.
         """
         wanted = {name: self._served[name] for name in names}
         with self._whole([p for weight in wanted.values() for p in weight.parameters]):
-            yield ServedTensors(wanted)
+            served = ServedTensors(wanted)
+            if self._shards.size > 1:  # now, while every rank is here, and not when it reads one
+                yield {name: self._shards.whole(wanted[name].base, served[name]) for name in names}
+            else:
+                yield served
 
     def adapter(self) -> dict[str, Tensor]:
         """Return the adapters under the names of peft's files, on the host; under ZeRO-3 a collective."""
@@ -252,13 +278,13 @@ class TrainEngine:
 
     def state_bytes(self) -> int:
         """Return the bytes that offload moves on this rank: three float32 per trained parameter of its shard."""
-        numel = sum(getattr(p, "ds_numel", p.numel()) for p in self.module.parameters() if p.requires_grad)
-        return 12 * numel // (self._world.size if self._zero_stage > 0 else 1)
+        numel = sum(self._shards.num_held(p) for p in self.module.parameters() if p.requires_grad)
+        return 12 * numel // (self._num_replicas if self._zero_stage > 0 else 1)
 
     @property
     def learned_bytes(self) -> int:
         """Bytes of a checkpoint of it, over all ranks: three float32 per trained parameter."""
-        return 12 * sum(getattr(p, "ds_numel", p.numel()) for p in self.module.parameters() if p.requires_grad)
+        return 12 * sum(math.prod(self._shards.shape(p)) for p in self.module.parameters() if p.requires_grad)
 
     def snapshot(self) -> Snapshot:
         """Return this rank's share of all that learns, while it is on the device; every rank calls it."""

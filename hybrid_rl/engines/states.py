@@ -5,6 +5,7 @@ and knows no ZeRO 0. Its functions that gather and set one parameter's state, us
 """
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from hybrid_rl.config import check
 from hybrid_rl.distributed import World
+from hybrid_rl.engines.shards import Shards
 from hybrid_rl.snapshot import Parts, Snapshot
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
@@ -31,7 +33,7 @@ MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 class LearnedStates:
     """Master weights, moments, and steps taken, of the parameters that learn. Every method is a collective."""
 
-    def __init__(self, engine: Any, *, zero_stage: int, world: World, adapters: dict[str, Any]) -> None:
+    def __init__(self, engine: Any, *, zero_stage: int, world: World, adapters: dict[str, Any], shards: Shards) -> None:
         """Look at a DeepSpeed engine; adapters: see hybrid_rl.lora.adapter_settings."""
         self._engine = engine
         self._zero = engine.optimizer
@@ -39,6 +41,7 @@ class LearnedStates:
         self._stage = zero_stage
         self._world = world
         self._adapters = adapters
+        self._shards = shards
 
     @property
     def num_steps(self) -> int:
@@ -56,9 +59,9 @@ class LearnedStates:
         tensors, held = {}, [0] * self._world.size
         for name, parameter in self._learning():
             owner = held.index(min(held))
-            held[owner] += _numel(parameter)
+            held[owner] += math.prod(self._shards.shape(parameter))
             for key in keys:
-                whole = self._get(parameter, key)
+                whole = self._shards.whole(parameter, self._get(parameter, key))
                 if owner == self._world.rank:
                     tensors[f"{name}/{key}"] = whole.detach().to("cpu", torch.float32, copy=True)
         return Snapshot(
@@ -80,8 +83,8 @@ class LearnedStates:
             self._make_moments(num_steps)
         for name, parameter in self._learning():
             for key in keys:
-                self._set(parameter, key, parts[f"{name}/{key}"])
-            self._set_computing(parameter, parts[f"{name}/{MASTER}"])
+                self._set(parameter, key, self._shards.share(parameter, parts[f"{name}/{key}"]))
+            self._set_computing(parameter, self._shards.share(parameter, parts[f"{name}/{MASTER}"]))
         self._set_schedule(num_steps)
 
     def tensors(self) -> list[Tensor]:
@@ -186,7 +189,3 @@ class LearnedStates:
 def storage_of(tensor: Tensor) -> int:
     """Return what tensors that share memory have in common."""
     return tensor.untyped_storage().data_ptr()
-
-
-def _numel(parameter: nn.Parameter) -> int:
-    return getattr(parameter, "ds_numel", parameter.numel())

@@ -4,6 +4,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hybrid_rl.config import ConfigError
 
@@ -93,6 +95,52 @@ def test_one_rank_has_nobody_to_share_tokens_with(make_config, train_here, tmp_p
     config = make_config(tmp_path, update={"sequence_parallel_size": 2})
     with pytest.raises(ConfigError, match=r"update.sequence_parallel_size = 2: must divide the number of ranks, 1$"):
         train_here(config)
+
+
+@pytest.fixture(scope="module")
+def two_key_heads(tiny, tmp_path_factory) -> dict[str, str]:
+    """Policy and reward model as settings of `models`, larger than the tiny ones by a key head to share."""
+    root = tmp_path_factory.mktemp("two_key_heads")
+    torch.manual_seed(1)
+    for name, kind in {"policy": AutoModelForCausalLM, "reward": AutoModelForSequenceClassification}.items():
+        config = AutoConfig.from_pretrained(tiny / name)
+        config.num_key_value_heads = 2
+        model = kind.from_config(config)
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.data.mul_(8)
+        model.save_pretrained(root / name)
+        AutoTokenizer.from_pretrained(tiny / name).save_pretrained(root / name)
+    return {"actor": str(root / "policy"), "reward": str(root / "reward")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks, zero_stage, engine", [(2, 2, "hf"), (4, 1, "hf"), (2, 0, "vllm")])
+def test_ranks_that_share_matrices_train_what_one_does(
+    make_config, train_here, read_run, launch, tmp_path, two_key_heads, num_ranks, zero_stage, engine
+):
+    """Actor and critic are cut, reference and reward model are whole; the engines get the actor whole."""
+    rollout = UNEVEN[2] | {"engine": engine}
+    settings = {"run": {"num_steps": 3}, "models": two_key_heads, "rollout": rollout, "sync": {"num_verified": 99}}
+    update = {"mini_batch_size": 5, "zero_stage": zero_stage}
+    one = make_config(tmp_path / "one", update=update, **settings)
+    more = make_config(tmp_path / "more", update=update | {"tensor_parallel_size": 2}, **settings)
+    for config in (one, more):
+        Path(config.run.dir).mkdir()
+    ended = launch(more, "--num_processes", str(num_ranks))
+    assert ended.code == 0, ended.output
+    assert not ended.survivors
+    assert "update.tensor_parallel_size = 2 cuts the trainer's weights up" in ended.output or engine == "hf"
+    assert_close(read_run(more), train_here(one))
+
+
+def test_ranks_that_cannot_share_matrices_say_so(make_config, launch, tmp_path):
+    """The tiny policy has one key head."""
+    config = make_config(tmp_path, update={"tensor_parallel_size": 2})
+    ended = launch(config, "--num_processes", "2")
+    assert ended.code == 2
+    expected = "error: update.tensor_parallel_size = 2: must divide the 1 num_key_value_heads of LlamaForCausalLM\n"
+    assert expected in ended.output
 
 
 @pytest.mark.slow
