@@ -13,8 +13,8 @@ Whitening needs number, mean and sum of squared deviations of the advantages. Ea
 merge over rows and ranks (Chan et al. 1979) without the cancellation of sums of squares.
 """
 
-# A kernel is compiled for whatever types it is given, and knows no `*tuple`.
-# mypy: disable-error-code="no-untyped-def"
+# A kernel is compiled for whatever types it is given, grows tuples, and knows no `*tuple`.
+# mypy: disable-error-code="no-untyped-def,assignment"
 # ruff: noqa: RUF005
 
 import torch
