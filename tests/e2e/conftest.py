@@ -16,8 +16,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from hybrid_rl import trainer
-from hybrid_rl.build import build
+from hybrid_rl import build, trainer
 from hybrid_rl.config import (
     AdvantageConfig,
     CheckpointConfig,
@@ -112,6 +111,22 @@ def copy_engine(make_config: Callable[..., Config], tmp_path_factory: pytest.Tem
     engine.close()
 
 
+@pytest.fixture(scope="module")
+def lent_engine(copy_engine: VllmEngine) -> Iterator[VllmEngine]:
+    """That engine for every run with vLLM, as good as new for each: the first hand-over compares all."""
+
+    def lend(config: Config, **named: Any) -> Any:
+        if config.rollout.engine != "vllm":
+            return start_engine(config, **named)
+        copy_engine.weights_version = 0
+        return copy_engine
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "start_engine", lend)
+        patch.setattr(copy_engine, "close", lambda: None)
+        yield copy_engine
+
+
 @pytest.fixture(scope="session")
 def read_run() -> Callable[[Config], Left]:
     """Read a run's folder."""
@@ -136,7 +151,7 @@ def train_here(read_run: Callable[[Config], Left]) -> Callable[[Config], Left]:
     """Train in this process."""
 
     def train(config: Config) -> Left:
-        run = build(config, trainer.RESIDENCY)
+        run = build.build(config, trainer.RESIDENCY)
         try:
             with run.recorder:
                 trainer.loop(run)
@@ -157,42 +172,69 @@ def train_here(read_run: Callable[[Config], Left]) -> Callable[[Config], Left]:
 def run_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:
     """Run Python with some arguments in the checkout."""
 
-    def run(*arguments: str, timeout_s: float = 200.0) -> Ended:
+    def run(*arguments: str, timeout_s: float = 400.0) -> Ended:
         output = tmp_path_factory.mktemp("output") / "output.txt"  # not a pipe, which survivors would keep open
-        environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}  # those are this process's
-        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-        before = set(_descendants())
-        _adopt_orphans(True)
-        try:
+
+        def command() -> tuple[int, str]:
             ended = subprocess.run(
                 [sys.executable, *arguments],
                 cwd=ROOT,
-                env=environment,
+                env=_environment(),
                 stdout=output.open("w"),
                 stderr=subprocess.STDOUT,
                 timeout=timeout_s,
             )
-            survivors = _survivors(before, patience_s=20)
-            return Ended(code=ended.returncode, output=output.read_text(), survivors=survivors)
-        finally:
-            for process in set(_descendants()) - before:
-                process.kill()
-                process.wait()
-            _adopt_orphans(False)
+            return ended.returncode, output.read_text()
+
+        return _with_survivors(command)
 
     return run
 
 
 @pytest.fixture(scope="session")
-def launch(run_python: Callable[..., Ended]) -> Callable[..., Ended]:
+def run_forked(fork_servers: list[Any]) -> Callable[..., Ended]:
+    """Run a program, given by its file, in the checkout, forked from a process that has imported what it needs."""
+
+    def run(*arguments: str) -> Ended:
+        def program() -> tuple[int, str]:
+            fork_servers[0].start(*arguments, environment=_environment(), folder=ROOT)
+            ended = fork_servers[0].wait()
+            return ended.code, ended.output
+
+        return _with_survivors(program)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def launch(run_forked: Callable[..., Ended]) -> Callable[..., Ended]:
     """Run launch/colocated.py with a config and more arguments."""
 
     def run(config: Config, *arguments: str) -> Ended:
         path = Path(config.run.dir) / "settings.yaml"
         path.write_text(yaml.safe_dump(as_dict(config)))
-        return run_python("launch/colocated.py", "--config", str(path), *arguments)
+        return run_forked("launch/colocated.py", "--config", str(path), *arguments)
 
     return run
+
+
+def _environment() -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}  # those are this process's
+    return inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+
+
+def _with_survivors(run: Callable[[], tuple[int, str]]) -> Ended:
+    """Run something and see which of the processes that it started live on; they are ended."""
+    before = set(_descendants())
+    _adopt_orphans(True)
+    try:
+        code, output = run()
+        return Ended(code=code, output=output, survivors=_survivors(before, patience_s=60))
+    finally:
+        for process in set(_descendants()) - before:
+            process.kill()
+            process.wait()
+        _adopt_orphans(False)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

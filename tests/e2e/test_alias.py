@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybrid_rl import trainer
-from hybrid_rl.batch import Prompt, Rollout, make_train_batch, pack
+from hybrid_rl.batch import Rollout, make_train_batch
 from hybrid_rl.build import Run, build
 from hybrid_rl.config import Config, OptimizerConfig, SyncConfig
 from hybrid_rl.engines import Generation, Sampling
@@ -17,7 +17,6 @@ from hybrid_rl.engines.hf import HfEngine
 from hybrid_rl.engines.vllm import VllmEngine
 from hybrid_rl.memory import Phase
 from hybrid_rl.metrics import Timeline
-from hybrid_rl.models import packed_inputs
 from hybrid_rl.score import LogprobGapError, Packing, token_logprobs
 from hybrid_rl.sync import AliasSync, CopySync, SyncError
 
@@ -43,23 +42,6 @@ class Pair:
     def make_copies(self, config: SyncConfig) -> CopySync:
         self.copy_engine.weights_version = 0
         return CopySync(self.run.actor, self.copy_engine, config, CPU, Timeline())
-
-    def step(self) -> None:
-        """Train, without telling anybody."""
-        rollout = Rollout(
-            prompt=Prompt(prompt_id=0, text="", token_ids=[5, 9]),
-            sequence_id=0,
-            response_ids=[3, 8, 0],
-            rollout_logprobs=[],
-            is_truncated=False,
-            text="",
-        )
-        packed = pack(make_train_batch([rollout]), [0], CPU)
-        logprobs, _ = self.run.actor.forward(
-            **packed_inputs(packed), index=packed.response_index, targets=packed.targets, temperature=1.0
-        )
-        self.run.actor.backward(-logprobs.sum(), is_last=True)
-        self.run.actor.step()
 
     def generate(self, engine: VllmEngine) -> list[Generation]:
         """Answer one by one: which prompts share a batch depends on the clock, and how they round depends on that."""
@@ -137,19 +119,19 @@ def test_nothing_is_generated_before_the_first_proof(pair: Pair):
     assert "the engine's weights were dropped or never filled" in pair.refusal
 
 
-def test_engine_follows_the_trainer_without_a_push_of_bytes(pair: Pair):
+def test_engine_follows_the_trainer_without_a_push_of_bytes(pair: Pair, train_step):
     before = pair.generate(pair.run.engine)
     assert pair.largest_gap(before) < 1e-4
-    pair.step()
+    train_step(pair.run.actor)
     assert pair.largest_gap(before) > 1e-3  # the trainer has moved
     pair.run.sync.push()
     after = pair.generate(pair.run.engine)
     assert pair.largest_gap(after) < 1e-4 and after != before
 
 
-def test_log_probs_are_those_of_copies_bit_for_bit(pair: Pair):
+def test_log_probs_are_those_of_copies_bit_for_bit(pair: Pair, train_step):
     for _ in range(3):
-        pair.step()
+        train_step(pair.run.actor)
         pair.run.sync.push()
         pair.copies.push()
         shared, copied = pair.generate(pair.run.engine), pair.generate(pair.copy_engine)

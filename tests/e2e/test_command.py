@@ -2,12 +2,7 @@
 
 import json
 import re
-import signal
 from pathlib import Path
-
-import yaml
-
-from hybrid_rl.config import as_dict
 
 SMALL = [
     "--rollout.rollout_batch_size=32",
@@ -16,16 +11,6 @@ SMALL = [
     "--run.eval_every_steps=2",
     "--checkpoint.every_steps=1",
 ]
-
-DIE_IN_STEP_1 = """
-import os, signal
-from hybrid_rl import trainer
-from launch.colocated import parse
-
-if __name__ == "__main__":
-    trainer.learn_policy = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    trainer.train(parse()[0])
-"""
 
 
 def steps_of(output: str) -> list[str]:
@@ -57,12 +42,3 @@ def test_the_demo_trains_and_goes_on(run_python, tmp_path):
     assert steps_of(ended.output) == ["3/3"]
     again = rows_of(tmp_path / "demo")
     assert again[:2] == rows and [row["step"] for row in again] == [1, 2, 3]
-
-
-def test_a_killed_run_takes_its_engine_with_it(make_config, run_python, tmp_path):
-    settings, program = tmp_path / "settings.yaml", tmp_path / "die.py"
-    settings.write_text(yaml.safe_dump(as_dict(make_config(tmp_path, rollout={"engine": "vllm"}))))
-    program.write_text(DIE_IN_STEP_1)
-    ended = run_python(str(program), "--config", str(settings))
-    assert ended.code == -signal.SIGKILL, ended.output
-    assert not ended.survivors

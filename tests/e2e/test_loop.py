@@ -218,7 +218,7 @@ def test_rollout_without_hand_over_is_refused(live: Live):
 def test_close_leaves_no_process_and_no_shared_memory(live: Live):
     assert len(children() - live.children_before) >= 2  # engine and scorer
     live.close()
-    end = time.monotonic() + 10  # what has ended takes a moment to disappear
+    end = time.monotonic() + 60  # what has ended takes a moment to disappear
     while children() != live.children_before or shared_memory() - live.shared_before:
         assert time.monotonic() < end, (children(), shared_memory())
         time.sleep(0.1)

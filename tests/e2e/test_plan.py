@@ -4,24 +4,15 @@ import re
 
 import pytest
 import yaml
-from transformers import Qwen2Config
 
 from hybrid_rl.config import ConfigError
 from launch.plan import parse_bytes
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory):
+def settings(tmp_path_factory, qwen_7b):
     root = tmp_path_factory.mktemp("plan")
-    Qwen2Config(
-        vocab_size=152064,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        tie_word_embeddings=False,
-    ).save_pretrained(root / "7b")
+    qwen_7b.save_pretrained(root / "7b")
     config = {
         "models": {"actor": str(root / "7b")},
         "prompts": {"path": "train.jsonl", "max_prompt_tokens": 512},
@@ -35,13 +26,13 @@ def settings(tmp_path_factory):
     return str(root / "grpo.yaml")
 
 
-def test_a_plan_that_does_not_fit_suggests_one_that_does(run_python, settings):
+def test_a_plan_that_does_not_fit_suggests_one_that_does(run_forked, settings):
     command = ["launch/colocated.py", "plan", "--config", settings, "--gpus", "8", "--gpu-memory", "80GB"]
-    ended = run_python(*command, timeout_s=30)  # alone on two cores 4 s
+    ended = run_forked(*command)
     assert ended.code == 1, ended.output
     assert re.search(r"does not fit: phase update_actor needs [\d,]+ bytes .* [\d,]+ bytes missing", ended.output)
     change = re.search(r"this would fit: (--.+)", ended.output)[1].split()
-    again = run_python(*command, *change, timeout_s=30)
+    again = run_forked(*command, *change)
     assert again.code == 0, again.output
     assert re.search(r"fits: \w+ is the fullest phase", again.output)
     assert re.search(r"KV cache: [\d,]+ bytes = [\d,]+ tokens = 128 sequences of 2048", again.output)
@@ -59,8 +50,8 @@ def test_a_plan_that_does_not_fit_suggests_one_that_does(run_python, settings):
         (["--models.actor", "/nowhere"], "error: models.actor = /nowhere: no Hugging Face model there"),
     ],
 )
-def test_what_cannot_be_planned_is_one_sentence(run_python, settings, arguments, message):
-    ended = run_python("launch/colocated.py", "plan", "--config", settings, *arguments, timeout_s=30)
+def test_what_cannot_be_planned_is_one_sentence(run_forked, settings, arguments, message):
+    ended = run_forked("launch/colocated.py", "plan", "--config", settings, *arguments)
     assert ended.code == 2, ended.output
     assert message in ended.output and "Traceback" not in ended.output
 

@@ -38,21 +38,44 @@ def assert_close(left, expected) -> None:
         assert row == pytest.approx(wanted, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("zero_stage", [2, 3])
-def test_two_ranks_train_what_one_does(make_config, train_here, read_run, launch, tmp_path, zero_stage):
-    settings = {
-        "run": {"num_steps": 4},
+def sections(zero_stage: int) -> dict:
+    return {
         "rollout": UNEVEN[zero_stage],
         "update": {"mini_batch_size": 2, "zero_stage": zero_stage},
+        "checkpoint": {"every_steps": 1},
     }
-    one, two = (make_config(tmp_path / name, **settings) for name in ("one", "two"))
-    for config in (one, two):
-        Path(config.run.dir).mkdir()
-    ended = launch(two, "--num_processes", "2")
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def one(request, make_config, train_here, tmp_path_factory):
+    """A ZeRO stage, and four steps of one rank."""
+    folder = tmp_path_factory.mktemp(f"one{request.param}")
+    return request.param, train_here(make_config(folder, run={"num_steps": 4}, **sections(request.param)))
+
+
+def test_two_ranks_train_what_one_does(one, make_config, read_run, launch, tmp_path):
+    zero_stage, expected = one
+    config = make_config(tmp_path, run={"num_steps": 4}, **sections(zero_stage))
+    ended = launch(config, "--num_processes", "2")
     assert ended.code == 0, ended.output
     assert not ended.survivors
-    assert_close(read_run(two), train_here(one))
-    assert (two.run_dir / "timeline_rank1.json").exists()
+    assert_close(read_run(config), expected)
+    assert (config.run_dir / "timeline_rank1.json").exists()
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_goes_on(one, make_config, train_here, read_run, launch, tmp_path):
+    """A step on one rank, two more on two and the last on one, against four on one."""
+    zero_stage, expected = one
+    for num_ranks, last in ((1, 1), (2, 3), (1, 4)):
+        config = make_config(tmp_path, run={"num_steps": last}, **sections(zero_stage))
+        if num_ranks == 1:
+            train_here(config)
+        else:
+            ended = launch(config, "--num_processes", "2")
+            assert ended.code == 0, ended.output
+        assert (read_run(config).state["world_size"], read_run(config).state["step"]) == (num_ranks, last)
+    assert_close(read_run(config), expected)
 
 
 @pytest.mark.slow
@@ -143,27 +166,6 @@ def test_ranks_that_cannot_share_matrices_say_so(make_config, launch, tmp_path):
     assert expected in ended.output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("zero_stage", [2, 3])
-@pytest.mark.parametrize("first_ranks", [1, 2])
-def test_another_number_of_ranks_goes_on(make_config, train_here, read_run, launch, tmp_path, first_ranks, zero_stage):
-    """Two steps on one or two ranks, two more on two or one, against four on one."""
-    settings = {"rollout": UNEVEN[zero_stage], "update": {"mini_batch_size": 2, "zero_stage": zero_stage}}
-    for name in ("whole", "parts"):
-        (tmp_path / name).mkdir()
-    whole = make_config(tmp_path / "whole", run={"num_steps": 4}, **settings)
-    halves = [make_config(tmp_path / "parts", run={"num_steps": number}, **settings) for number in (2, 4)]
-    for config, num_ranks in zip(halves, (first_ranks, 3 - first_ranks), strict=True):
-        if num_ranks == 1:
-            train_here(config)
-        else:
-            ended = launch(config, "--num_processes", "2")
-            assert ended.code == 0, ended.output
-    found = read_run(halves[1])
-    assert found.state["world_size"] == 3 - first_ranks
-    assert_close(found, train_here(whole))
-
-
 def test_a_rank_that_fails_ends_the_launch(make_config, launch, tmp_path):
     (tmp_path / "scorer.py").write_text(FAILS_FOR_ONE_PROMPT)
     config = make_config(
@@ -174,7 +176,7 @@ def test_a_rank_that_fails_ends_the_launch(make_config, launch, tmp_path):
         update={"mini_batch_size": 20},
     )
     ended = launch(config, "--num_processes", "2")
-    assert time.time() - (tmp_path / "failed").stat().st_mtime < 60
+    assert time.time() - (tmp_path / "failed").stat().st_mtime < 300  # nobody waits for half an hour
     assert ended.code > 0
     assert "prompt_id 7" in ended.output and "seven is refused" in ended.output, ended.output
     assert not ended.survivors

@@ -1,7 +1,7 @@
 """Every recipe of launch/configs trains two steps on real vLLM and DeepSpeed; one engine serves all of them in turn."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hybrid_rl import build
 from hybrid_rl.batch import Rollout, TrainBatch
 from hybrid_rl.config import Config, ConfigError
 from hybrid_rl.engines.vllm import VllmEngine
@@ -38,20 +37,6 @@ class Trained:
     @property
     def changed(self) -> set[str]:
         return {name for name, weight in self.after.items() if not torch.equal(weight, self.before[name])}
-
-
-@pytest.fixture(scope="module")
-def engine(copy_engine: VllmEngine) -> Iterator[VllmEngine]:
-    """The engine that outlives the runs, and for each of them is as good as new: the first hand-over compares all."""
-
-    def start(*_: Any, **__: Any) -> VllmEngine:
-        copy_engine.weights_version = 0
-        return copy_engine
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "start_engine", start)
-        patch.setattr(copy_engine, "close", lambda: None)
-        yield copy_engine
 
 
 def read(name: str) -> Config:
@@ -88,7 +73,7 @@ def shrink(recipe: Config, tiny: Config, rule: str) -> Config:
 
 @pytest.fixture(scope="module")
 def trained(
-    engine: VllmEngine, make_config: Callable[..., Config], train_here: Callable[[Config], Any], tmp_path_factory
+    lent_engine: VllmEngine, make_config: Callable[..., Config], train_here: Callable[[Config], Any], tmp_path_factory
 ) -> Callable[[str], Trained]:
     """Return a recipe's two steps, trained when they are first asked for."""
     done: dict[str, Trained] = {}

@@ -113,17 +113,23 @@ def test_all_that_has_a_state_goes_on(make_config, train_here, tmp_path):
         assert all(torch.equal(ours[name], theirs[name]) for name in ours.keys() | theirs.keys())
 
 
+def kill(run, config, owner: str, name: str, calls: int) -> None:
+    """Train in another process until it kills itself."""
+    settings, program = Path(config.run.dir) / "settings.yaml", Path(config.run.dir) / "die.py"
+    settings.write_text(yaml.safe_dump(as_dict(config)))
+    program.write_text(DIE.format(owner=owner, name=name, calls=calls))
+    ended = run(str(program), "--config", str(settings))
+    assert ended.code == -signal.SIGKILL, ended.output
+    assert not ended.survivors
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("owner, name, calls, again", PLACES, ids=[f"{name}-{calls}" for _, name, calls, _ in PLACES])
 def test_a_run_killed_anywhere_goes_on_and_generates_nothing_twice(
-    four_steps, make_config, train_here, run_python, tmp_path, monkeypatch, owner, name, calls, again
+    four_steps, make_config, train_here, run_forked, tmp_path, monkeypatch, owner, name, calls, again
 ):
     config = make_config(tmp_path, run={"num_steps": 4}, checkpoint={"phase_log": True})
-    settings = tmp_path / "settings.yaml"
-    settings.write_text(yaml.safe_dump(as_dict(config)))
-    ended = run_python("-c", DIE.format(owner=owner, name=name, calls=calls), "--config", str(settings))
-    assert ended.code == -signal.SIGKILL, ended.output
-    assert not ended.survivors
+    kill(run_forked, config, owner, name, calls)
 
     generated, generate = [], HfEngine.generate
     monkeypatch.setattr(HfEngine, "generate", lambda *a: generated.append(len(a[1])) or generate(*a))
@@ -134,20 +140,16 @@ def test_a_run_killed_anywhere_goes_on_and_generates_nothing_twice(
 
 @pytest.mark.slow
 def test_a_run_with_vllm_killed_in_an_update_takes_its_rollouts_from_the_log(
-    make_config, train_here, run_python, tmp_path, monkeypatch
+    make_config, train_here, run_python, lent_engine, tmp_path, monkeypatch
 ):
     """No checkpoint is there yet: three steps are learned from the log, and only the last evaluation is generated.
 
     It is compared with what the killed run left: two runs of vLLM need not batch, and so round, alike.
     """
     checkpoints = {"every_steps": 4, "phase_log": True, "export": False}
-    config = make_config(tmp_path, run={"num_steps": 3}, rollout={"engine": "vllm"}, checkpoint=checkpoints)
-    settings, program = tmp_path / "settings.yaml", tmp_path / "die.py"
-    settings.write_text(yaml.safe_dump(as_dict(config)))
-    program.write_text(DIE.format(owner="trainer", name="learn_policy", calls=3))
-    ended = run_python(str(program), "--config", str(settings))
-    assert ended.code == -signal.SIGKILL, ended.output
-    assert not ended.survivors
+    sections = {"run": {"num_steps": 3}, "rollout": {"engine": "vllm"}, "sync": {"mode": "copy"}}
+    config = make_config(tmp_path, **sections, checkpoint=checkpoints)
+    kill(run_python, config, "trainer", "learn_policy", 3)
     paths = [config.run_dir / "rollouts" / f"step_{step:06d}.jsonl" for step in (1, 2)]
     left = [path.read_text() for path in paths]
     rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -165,14 +167,10 @@ def test_a_run_with_vllm_killed_in_an_update_takes_its_rollouts_from_the_log(
 
 @pytest.mark.slow
 def test_a_run_killed_without_a_log_generates_again_and_is_the_same(
-    four_steps, make_config, train_here, run_python, tmp_path
+    four_steps, make_config, train_here, run_forked, tmp_path
 ):
     config = make_config(tmp_path, run={"num_steps": 4})
-    settings = tmp_path / "settings.yaml"
-    settings.write_text(yaml.safe_dump(as_dict(config)))
-    ended = run_python("-c", DIE.format(owner="trainer", name="learn_policy", calls=3), "--config", str(settings))
-    assert ended.code == -signal.SIGKILL, ended.output
-    assert not ended.survivors
+    kill(run_forked, config, "trainer", "learn_policy", 3)
     assert_same(train_here(config), four_steps)
 
 

@@ -115,14 +115,10 @@ def ranks(settings: dict[int, Config], on_two_ranks: Callable[[str], list[Any]])
 def test_two_ranks_with_one_engine_train_what_one_rank_does(
     settings: dict[int, Config],
     ranks: list[dict[str, Any]],
-    copy_engine: VllmEngine,
+    lent_engine: VllmEngine,
     train_here: Callable,
     read_run: Callable,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    copy_engine.weights_version = 0
-    monkeypatch.setattr(build, "start_engine", lambda *_, **__: copy_engine)
-    monkeypatch.setattr(copy_engine, "close", lambda: None)
     expected, found = train_here(settings[1]), read_run(settings[2])
     assert len(found.metrics) == 2
     for row, wanted in zip(found.metrics, expected.metrics, strict=True):
