@@ -85,6 +85,7 @@ def test_variables_and_arrays_of_a_script_are_put_in() -> None:
         (openrlhf.PROGRAM, "--max_norm 0.5", "update.critic.max_grad_norm", 0.5),
         (openrlhf.PROGRAM, "--adam_betas 0.8 0.9", "update.critic.betas", [0.8, 0.9]),
         (openrlhf.PROGRAM, "--use_kl_estimator_k3", "advantage.kl_estimator", "k3"),
+        (openrlhf.PROGRAM, "--ds_tensor_parallel_size 2", "update.tensor_parallel_size", 2),
         (openrlhf.PROGRAM, "--ring_attn_size 4", "update.sequence_parallel_size", 4),
         (openrlhf.PROGRAM, "--ring_attn_size 4 --use_dynamic_batch --train_max_tokens_per_gpu 8192",
          "update.micro_batch_tokens", 32768),  # theirs counts the tokens of a GPU, ours those that GPUs share

@@ -214,12 +214,7 @@ DEEPSPEED = (
     moot("ds.grad_accum_dtype grad_accum_dtype", str, "gradients add up in float32"),
     moot("ds.overlap_comm overlap_comm", bool, "DeepSpeed's default stands"),
     moot("disable_trace_cache", bool, "DeepSpeed's default stands"),
-    lost(
-        "ds.tensor_parallel_size ds_tensor_parallel_size",
-        int,
-        1,
-        "ranks are data parallel; update.zero_stage = 3 splits the model",
-    ),
+    maps("ds.tensor_parallel_size ds_tensor_parallel_size", int, 1, "update.tensor_parallel_size"),
     maps(
         "ds.ring_attn_size ring_attn_size",
         int,
