@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -140,13 +141,10 @@ def main() -> None:
 
 
 @pytest.fixture(scope="module")
-def measured(on_two_ranks, fork_servers, tmp_path_factory):
+def measured(on_two_ranks, tmp_path_factory):
     """Number of ranks -> case -> mark -> bytes now and at most, and the shape."""
     folder = tmp_path_factory.mktemp("one_rank")
-    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    fork_servers[0].start(__file__, str(folder), "", environment=alone)
-    ended = fork_servers[0].wait()
-    assert ended.code == 0, ended.output
+    subprocess.run([sys.executable, __file__, str(folder), ""], check=True)
     return {1: torch.load(folder / "rank0.pt"), 2: on_two_ranks(__file__)[0]}
 
 
