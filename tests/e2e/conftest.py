@@ -255,4 +255,4 @@ def _survivors(before: set[psutil.Process], *, patience_s: float) -> list[str]:
     """Return the names of new descendants that do not end within some time."""
     new = [process for process in _descendants() if process not in before]
     _, alive = psutil.wait_procs(new, timeout=patience_s)
-    return [f"{process.pid} {process.name()}" for process in alive]
+    return [str(process) for process in alive]

@@ -1,5 +1,6 @@
 """The same run under Ray: two raylets on this machine, workers that die, a cluster that is too small, Ctrl-C."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -156,7 +157,12 @@ def test_a_setting_that_cannot_work_ends_with_its_sentence(make_config, refused,
 
 def engines() -> list[psutil.Process]:
     """Return the vLLM engines below this process, wherever Ray put them."""
-    return [p for p in psutil.Process().children(recursive=True) if "EngineCore" in " ".join([p.name(), *p.cmdline()])]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it ends just now
+            if process.name().startswith("VLLM::Engine") and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def test_a_request_to_end_takes_the_engines_with_it(make_config, start, tmp_path):

@@ -3,6 +3,8 @@
 As a program this file is one of the two ranks: python <file> <folder> <tiny>.
 """
 
+import contextlib
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -83,8 +85,12 @@ def rank_of_two(folder: Path) -> None:
         found["refused"] = refused(run)
     finally:
         run.close()
-    children = psutil.Process().children(recursive=True)
-    found["children"] = [p.name() for p in children if "resource_tracker" not in " ".join(p.cmdline())]
+    multiprocessing.active_children()  # lets those that have ended disappear
+    found["children"] = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it ends just now
+            if "resource_tracker" not in " ".join(process.cmdline()):
+                found["children"].append(process.name())
     torch.save(found, folder / f"rank{rank}.pt")
 
 
