@@ -1,4 +1,4 @@
-"""Two cards that share tokens, matrices or an engine: `python -m pytest -m multi_gpu -s tests/gpu/test_two_cards.py`."""
+"""Two cards that share tokens, matrices or an engine: `pytest -m multi_gpu -s tests/gpu/test_two_cards.py`."""
 
 import json
 import subprocess
