@@ -54,10 +54,18 @@ class Left:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     @cached_property
+    def _environment(self) -> dict[str, Any]:
+        return json.loads((self.folder / "environment.json").read_text())
+
+    @property
+    def device(self) -> str:
+        """The card's name, or the processor's."""
+        return self._environment["device"]
+
+    @property
     def environment(self) -> str:
         """Card and versions, as the first line of a CSV file."""
-        environment = json.loads((self.folder / "environment.json").read_text())
-        return "# " + ", ".join(f"{name} {value}" for name, value in environment.items())
+        return "# " + ", ".join(f"{name} {value}" for name, value in self._environment.items())
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
