@@ -132,8 +132,6 @@ class TrainEngine:
         )
         self._shards = Shards(module, tensor_parallel_size)
         settings = _settings(config, zero_stage=zero_stage, dtype=dtype, device=world.device) | self._shards.settings
-        if world.device.type == "cuda":  # DeepSpeed takes it for the GPU's index, and a rank may see its own GPU alone
-            os.environ["LOCAL_RANK"] = str(world.device.index)
         factor = lr_factor(config, total_steps)
         parameters = flat.ordered() if flat else module.parameters()
         with flat.adopted() if flat else nullcontext():
