@@ -158,7 +158,7 @@ def add_advantages(
             estimates, returns = _gae(batch, paid, config, bootstrap_values, world.device)
         else:
             estimates = discounted_returns(response_mask=mask.to(world.device), gamma=config.gamma, **paid)
-        advantages, of_tokens = estimates.advantages.cpu(), estimates.moments
+        advantages, of_tokens = estimates.advantages, estimates.moments
     else:
         scores = group_advantages(
             batch.rewards, batch.group_ids, estimator=config.estimator, lengths=batch.response_lengths
@@ -168,12 +168,12 @@ def add_advantages(
             advantages = advantages - coef * torch.where(mask, kl, 0)
     if config.estimator == "remax":
         assert batch.baselines is not None
-        advantages = torch.where(mask, advantages - batch.baselines[:, None], 0)
+        advantages = torch.where(mask, advantages.cpu() - batch.baselines[:, None], 0)
     if config.whiten and config.estimator in WHITENED:
         x, places = advantages.to(world.device), mask.to(world.device)
         of_ranks = world.gather((moments(x, places) if of_tokens is None else of_tokens).cpu())
-        advantages = whiten(x, places, merge_moments(torch.stack(of_ranks)).to(world.device)).cpu()
-    return batch.with_fields(advantages=advantages, returns=returns), sums
+        advantages = whiten(x, places, merge_moments(torch.stack(of_ranks)).to(world.device))
+    return batch.with_fields(advantages=advantages.cpu(), returns=returns), sums
 
 
 def _gae(
