@@ -25,7 +25,7 @@ class Tenants:
     def reserve_host(self, num_bytes: int) -> None:
         """Begin to pin the host's side of all tenants of the pool, if there is one.
 
-        PyTorch takes 2.0 s for 4 GiB (DESIGN section 8); done while the engine starts and models load, it is hidden. A
+        PyTorch takes 2.0 s for 4 GiB beside an H100; done while the engine starts and models load, it is hidden. A
         further run of this process takes what the first has reserved.
         """
         if self._pool and num_bytes and not self._pool.reserve.num_bytes:

@@ -6,8 +6,9 @@ is a chain of affine maps, and these compose associatively. One program walks a 
 rows are those of a padded [B, T] or the sequences of packed [N] tokens. Slots that are no states are the identity.
 
 A thread holds eight tokens that follow each other, as eight tensors [C] of a C-th of a block, so that most of the
-chain is plain arithmetic and only one map per thread is scanned; compiled for Hopper, that takes 64 instructions a
-token where one scan over all tokens takes 108, a third of them exchanges between lanes.
+chain is plain arithmetic and only one map per thread is scanned. A block of 1024 tokens on four warps, compiled for
+Hopper by Triton 3.6.0, is 512 instructions (nvdisasm); one scan over all tokens was 864, 202 of them exchanges between
+lanes. Neither count is a time.
 
 Whitening needs number, mean and sum of squared deviations of the advantages. Each row's come from the same pass, and
 merge over rows and ranks (Chan et al. 1979) without the cancellation of sums of squares.
