@@ -1,7 +1,6 @@
 """Two ranks train what one rank trains, whatever the batch leaves to each; a rank that fails ends all."""
 
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +35,25 @@ def assert_close(left, expected) -> None:
         assert [r["reward"] for r in rows] == pytest.approx([r["reward"] for r in wanted], rel=1e-4, abs=1e-6)
     for row, wanted in zip(left.metrics, expected.metrics, strict=True):
         assert row == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+
+
+@pytest.fixture
+def assert_ranks_train_alike(make_config, train_here, read_run, launch, tmp_path):
+    """Train with some settings here, and with changed ones of `update` on several ranks; return the latter's output."""
+
+    def check(num_ranks: int, settings: dict, changes: dict) -> str:
+        folders = [tmp_path / name for name in ("one", "more")]
+        for folder in folders:
+            folder.mkdir()
+        one = make_config(folders[0], **settings)
+        more = make_config(folders[1], **settings | {"update": settings["update"] | changes})
+        ended = launch(more, "--num_processes", str(num_ranks))
+        assert ended.code == 0, ended.output
+        assert not ended.survivors
+        assert_close(read_run(more), train_here(one))
+        return ended.output
+
+    return check
 
 
 def sections(zero_stage: int) -> dict:
@@ -79,7 +97,7 @@ def test_another_number_of_ranks_goes_on(one, make_config, train_here, read_run,
 
 
 @pytest.mark.slow
-def test_four_ranks_train_what_one_does(make_config, train_here, read_run, launch, tmp_path):
+def test_four_ranks_train_what_one_does(assert_ranks_train_alike):
     """Five prompts for four ranks, so that one has two of them, in groups of two whose baselines need both."""
     settings = {
         "run": {"num_steps": 3},
@@ -87,27 +105,14 @@ def test_four_ranks_train_what_one_does(make_config, train_here, read_run, launc
         "update": {"mini_batch_size": 5, "zero_stage": 3},
         "advantage": {"estimator": "rloo"},
     }
-    one, four = (make_config(tmp_path / name, **settings) for name in ("one", "four"))
-    for config in (one, four):
-        Path(config.run.dir).mkdir()
-    ended = launch(four, "--num_processes", "4")
-    assert ended.code == 0, ended.output
-    assert not ended.survivors
-    assert_close(read_run(four), train_here(one))
+    assert_ranks_train_alike(4, settings, {})
 
 
 @pytest.mark.slow
-def test_ranks_that_share_tokens_train_what_one_does(make_config, train_here, read_run, launch, tmp_path):
+def test_ranks_that_share_tokens_train_what_one_does(assert_ranks_train_alike):
     """Of four ranks two have the same sequences; each samples, judges and records its own prompts."""
-    settings = {"run": {"num_steps": 3}, "rollout": UNEVEN[2]}
-    one = make_config(tmp_path / "one", update={"mini_batch_size": 5}, **settings)
-    more = make_config(tmp_path / "more", update={"mini_batch_size": 5, "sequence_parallel_size": 2}, **settings)
-    for config in (one, more):
-        Path(config.run.dir).mkdir()
-    ended = launch(more, "--num_processes", "4")
-    assert ended.code == 0, ended.output
-    assert not ended.survivors
-    assert_close(read_run(more), train_here(one))
+    settings = {"run": {"num_steps": 3}, "rollout": UNEVEN[2], "update": {"mini_batch_size": 5}}
+    assert_ranks_train_alike(4, settings, {"sequence_parallel_size": 2})
 
 
 def test_one_rank_has_nobody_to_share_tokens_with(make_config, train_here, tmp_path):
@@ -136,21 +141,18 @@ def two_key_heads(tiny, tmp_path_factory) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks, zero_stage, engine", [(4, 1, "hf"), (2, 0, "vllm")])
 def test_ranks_that_share_matrices_train_what_one_does(
-    make_config, train_here, read_run, launch, tmp_path, two_key_heads, num_ranks, zero_stage, engine
+    assert_ranks_train_alike, two_key_heads, num_ranks, zero_stage, engine
 ):
     """Actor and critic are cut, reference and reward model are whole; the engines get the actor whole."""
-    rollout = UNEVEN[2] | {"engine": engine}
-    settings = {"run": {"num_steps": 3}, "models": two_key_heads, "rollout": rollout, "sync": {"num_verified": 99}}
-    update = {"mini_batch_size": 5, "zero_stage": zero_stage}
-    one = make_config(tmp_path / "one", update=update, **settings)
-    more = make_config(tmp_path / "more", update=update | {"tensor_parallel_size": 2}, **settings)
-    for config in (one, more):
-        Path(config.run.dir).mkdir()
-    ended = launch(more, "--num_processes", str(num_ranks))
-    assert ended.code == 0, ended.output
-    assert not ended.survivors
-    assert "update.tensor_parallel_size = 2 cuts the trainer's weights up" in ended.output or engine == "hf"
-    assert_close(read_run(more), train_here(one))
+    settings = {
+        "run": {"num_steps": 3},
+        "models": two_key_heads,
+        "rollout": UNEVEN[2] | {"engine": engine},
+        "sync": {"num_verified": 99},
+        "update": {"mini_batch_size": 5, "zero_stage": zero_stage},
+    }
+    output = assert_ranks_train_alike(num_ranks, settings, {"tensor_parallel_size": 2})
+    assert "update.tensor_parallel_size = 2 cuts the trainer's weights up" in output or engine == "hf"
 
 
 def test_ranks_that_cannot_share_matrices_say_so(make_config, launch, tmp_path):
