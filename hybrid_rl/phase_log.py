@@ -66,8 +66,15 @@ class PhaseLog:
         write_atomically(path, pickle.dumps(result))
         return result
 
+    def forget_all(self) -> None:
+        """Remove every step when the run is over; every rank calls it, for another may still write its last phase."""
+        self._world.barrier()
+        if self._world.is_main:
+            for folder in _steps(self._folder).values():
+                shutil.rmtree(folder)
+
     def forget(self, step: int) -> None:
-        """Remove the steps up to this one: a checkpoint holds them."""
+        """Remove the steps up to this one: a checkpoint holds them, so that every rank has left them."""
         if self._world.is_main:
             for logged, folder in _steps(self._folder).items():
                 if logged <= step:

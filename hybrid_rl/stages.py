@@ -209,7 +209,7 @@ def finish(run: Run) -> None:
     """Wait until the last checkpoint is in force; nothing is left to replay then."""
     run.saver.wait()
     if run.phase_log:
-        run.phase_log.forget(run.config.run.num_steps + 1)
+        run.phase_log.forget_all()
 
 
 def export(run: Run) -> None:

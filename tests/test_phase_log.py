@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -84,8 +85,13 @@ def test_a_phase_that_is_cut_off_leaves_nothing(tmp_path, world):
     assert open_log(tmp_path, world).once(1, "rollout", lambda: "whole") == "whole"
 
 
+def slowly(rank: int) -> int:
+    time.sleep(rank)
+    return rank + 20
+
+
 def main() -> None:
-    """Run as one of two ranks; rank 1 had not ended the second phase when the run was killed."""
+    """Run as one of two ranks; rank 1 had not ended the second phase when the run was killed, and ends the last late."""
     folder = Path(sys.argv[1])
     world = join_world()
     log = PhaseLog(folder / "log", key="k", first_step=1, world=world)
@@ -94,11 +100,24 @@ def main() -> None:
     (folder / "log/step_000001/rank_1.scores_0.pickle").unlink(missing_ok=True)
     again = PhaseLog(folder / "log", key="k", first_step=1, world=world)
     found = {name: again.once(1, name, lambda: world.rank + 10) for name in ("rollout", "scores")}
+    found["evaluation"] = again.once(2, "evaluation", lambda: slowly(world.rank))
+    again.forget_all()
+    world.barrier()
+    found["left"] = steps(folder)
     torch.save(found, folder / f"rank{world.rank}.pt")
 
 
-def test_what_one_rank_had_not_ended_is_done_again_on_all(on_two_ranks):
-    assert on_two_ranks(__file__) == [{"rollout": 0, "scores": 10}, {"rollout": 1, "scores": 11}]
+@pytest.fixture(scope="module")
+def found(on_two_ranks) -> list[dict]:
+    return on_two_ranks(__file__)
+
+
+def test_what_one_rank_had_not_ended_is_done_again_on_all(found):
+    assert [(rank["rollout"], rank["scores"]) for rank in found] == [(0, 10), (1, 11)]
+
+
+def test_the_end_of_the_log_waits_for_the_last_rank(found):
+    assert [(rank["evaluation"], rank["left"]) for rank in found] == [(20, []), (21, [])]
 
 
 if __name__ == "__main__":
