@@ -29,7 +29,7 @@ class RunConfig:
     profile_steps: tuple[int, int] | None = None
     """First and last step that Nsight Systems records, see profiling/nsys.sh; null is none."""
     stop_at_accuracy: float | None = None
-    """End the run when an evaluation reaches this exact accuracy; null runs all steps."""
+    """End the run, with a checkpoint, when an evaluation reaches this exact accuracy; null runs all steps."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,7 +83,7 @@ def loop(run: Run) -> Metrics:
         metrics = evaluation | filtered | critic_metrics | actor_metrics | state
         run.recorder.step(step, scored.rollouts, batch, sums, metrics)
         save(run, step)
-    finish(run)
+    finish(run, last_step=step - 1)
     run.recorder.summary(first, last)
     with run.memory.phase(SYNC, step):  # the actor's weights are not on the GPU while the engine generates
         keep_best(run, evaluation, step)

@@ -10,6 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from hybrid_rl import trainer
 from hybrid_rl.config import ConfigError, as_dict
 from hybrid_rl.engines.hf import HfEngine
 from hybrid_rl.engines.vllm import VllmEngine
@@ -83,6 +84,21 @@ def test_two_steps_and_two_more_are_four(four_steps, make_config, train_here, tm
     assert len(first.metrics) == 2
     assert any(not torch.equal(w, four_steps.weights["actor"][name]) for name, w in first.weights["actor"].items())
     assert_same(train_here(make_config(tmp_path, run={"num_steps": 4, "resume": "must"})), four_steps)
+
+
+def test_a_run_that_ends_early_goes_on_from_its_last_step(four_steps, make_config, train_here, tmp_path, monkeypatch):
+    evaluate, evaluations = trainer.evaluate, []
+
+    def third_is_right(*arguments):
+        evaluations.append(evaluate(*arguments))
+        return evaluations[-1] | ({"accuracy": 1.0} if len(evaluations) == 3 else {})
+
+    settings = {"num_steps": 4, "stop_at_accuracy": 1.0}
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "evaluate", third_is_right)
+        stopped = train_here(make_config(tmp_path, run=settings, checkpoint={"every_steps": 10}))
+    assert (len(stopped.metrics), stopped.state["step"]) == (2, 2)
+    assert_same(train_here(make_config(tmp_path, run=settings | {"resume": "must"})), four_steps)
 
 
 def test_all_that_has_a_state_goes_on(make_config, train_here, tmp_path):
