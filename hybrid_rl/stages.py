@@ -13,7 +13,6 @@ from hybrid_rl.average import MovingReference
 from hybrid_rl.batch import Prompt, Rollout, TrainBatch, make_train_batch
 from hybrid_rl.build import Run
 from hybrid_rl.judge import Scored
-from hybrid_rl.memory import Phase
 from hybrid_rl.models import choose_dtype
 from hybrid_rl.rewards import ScorerPool
 
@@ -199,27 +198,25 @@ def save(run: Run, step: int) -> None:
         run.phase_log.forget(checkpoint.read_state(newest)["step"])
     if not is_saved(run, step):
         return
-    _start_saving(run, step)
+    start_saving(run, step)
     if not run.config.checkpoint.overlap:
         run.saver.wait()
 
 
-def _start_saving(run: Run, step: int) -> None:
+def start_saving(run: Run, step: int) -> None:
+    """Begin to write the checkpoint of a step, whose copies of critic and actor are taken."""
     for name, part in run.averages.items():
         run.saver.take(name, part)
     run.saver.start(step, {name: part.state_dict() for name, part in run.counters.items()})
 
 
-def finish(run: Run, last_step: int) -> None:
-    """Wait until the last step's checkpoint is in force, also where the run ended early; nothing is left to replay."""
-    was_trained = last_step > run.steps_done
-    if run.config.checkpoint.every_steps and was_trained and not is_saved(run, last_step):
-        with run.memory.phase(Phase.UPDATE_CRITIC, last_step):  # an engine's states are on the GPU in no other
-            if run.critic:
-                run.saver.take("critic", run.critic)
-        with run.memory.phase(Phase.UPDATE_ACTOR, last_step):
-            run.saver.take("actor", run.actor)
-        _start_saving(run, last_step)
+def is_unsaved(run: Run, last_step: int) -> bool:
+    """Return whether the run ended after a step that had no checkpoint due, and wants one."""
+    return bool(run.config.checkpoint.every_steps) and last_step > run.steps_done and not is_saved(run, last_step)
+
+
+def finish(run: Run) -> None:
+    """Wait until the last checkpoint is in force; nothing is left to replay then."""
     run.saver.wait()
     if run.phase_log:
         run.phase_log.forget_all()

@@ -14,6 +14,7 @@ from hybrid_rl.stages import (
     finish,
     generate,
     has_arrived,
+    is_unsaved,
     judge,
     keep_best,
     learn_policy,
@@ -21,6 +22,7 @@ from hybrid_rl.stages import (
     refresh_reference,
     save,
     score,
+    start_saving,
 )
 from hybrid_rl.validate import validate
 
@@ -83,7 +85,8 @@ def loop(run: Run) -> Metrics:
         metrics = evaluation | filtered | critic_metrics | actor_metrics | state
         run.recorder.step(step, scored.rollouts, batch, sums, metrics)
         save(run, step)
-    finish(run, last_step=step - 1)
+    save_early_end(run, step - 1)
+    finish(run)
     run.recorder.summary(first, last)
     with run.memory.phase(SYNC, step):  # the actor's weights are not on the GPU while the engine generates
         keep_best(run, evaluation, step)
@@ -97,6 +100,17 @@ def phase(run: Run, which: Phase, step: int) -> Iterator[None]:
     run.recorder.show_phase(which.value, step)
     with run.memory.phase(which, step):
         yield
+
+
+def save_early_end(run: Run, step: int) -> None:
+    """Begin to write the last step's checkpoint where the run ended before one was due."""
+    if is_unsaved(run, step):
+        with phase(run, UPDATE_CRITIC, step):
+            if run.critic:
+                run.saver.take("critic", run.critic)
+        with phase(run, UPDATE_ACTOR, step):
+            run.saver.take("actor", run.actor)
+        start_saving(run, step)
 
 
 def refill(run: Run, scored: Scored, step: int) -> tuple[Scored, Metrics]:
