@@ -302,19 +302,6 @@ class Builder:
         return RewardSources(functions=data.scorer, remote=remote, model=model)
 
 
-def _form_groups(config: Config, world: World) -> World:
-    """Return Run.batch_world, for ranks that can form the groups that are set.
-
-    Raises:
-        ConfigError: they cannot.
-    """
-    update = config.update
-    check_groups("rollout.tensor_parallel_size", config.rollout.tensor_parallel_size, world)
-    check_groups("update.sequence_parallel_size", update.sequence_parallel_size, world)
-    check_groups("update.tensor_parallel_size", update.tensor_parallel_size, world)
-    return world.strided(update.sequence_parallel_size * update.tensor_parallel_size)
-
-
 def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
     """Return a run that stands right before its next step, everything released.
 
@@ -322,7 +309,8 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
         ConfigError: a setting or an input file cannot work, or the models do not fit; before any model loads.
     """
     world = join_world()
-    batch_world = _form_groups(config, world)
+    check_groups(config, world)
+    batch_world = world.strided(config.update.sequence_parallel_size * config.update.tensor_parallel_size)
     plan = plan_run(config, world, residency)
     config = plan.sized(config)
     torch.manual_seed(config.run.seed)

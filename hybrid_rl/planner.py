@@ -23,9 +23,9 @@ GIB = 1 << 30
 MARGIN = 0.05
 """Share of the card that a plan leaves free: the error that issue 4 aims at, and the allocator's rounding."""
 TRAINER_CONTEXT_BYTES = int(1.4 * GIB)
-"""DESIGN section 8: 12.9 GiB in use while PyTorch had reserved 11.5, so CUDA context and libraries took the rest."""
+"""On an H100 12.9 GiB were in use while PyTorch had reserved 11.5, so CUDA context and libraries took the rest."""
 ENGINE_CONTEXT_BYTES = int(2.2 * GIB)
-"""DESIGN section 8: what a vLLM process keeps asleep, its CUDA graphs included."""
+"""What a vLLM 0.26 process kept asleep on an H100, its CUDA graphs included."""
 ENGINE_BATCH_TOKENS = 8192
 """vLLM's max_num_batched_tokens for an LLM on an 80 GB card; its prefill computes so many at once."""
 KV_BLOCK_TOKENS = 16
@@ -33,7 +33,7 @@ KV_BLOCK_TOKENS = 16
 CHECKSUM_BYTES = 72 << 20
 """bucket.checksums: products of 8 rows of 2^20 int64, and a row of factors that stays; counted in its source."""
 DEEPSPEED_LEFTOVER = 0.54
-"""DESIGN section 8: of 20.1 GiB that DeepSpeed's ZeRO-2 offload gave up, 10.8 stayed cached as fragments."""
+"""Measured on an H100: of 20.1 GiB that DeepSpeed's ZeRO-2 offload gave up, 10.8 stayed cached as fragments."""
 
 SYNC, ROLLOUT, SCORE, UPDATE_CRITIC, UPDATE_ACTOR = Phase
 ALWAYS = frozenset(Phase)

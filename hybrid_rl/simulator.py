@@ -13,34 +13,37 @@ GB = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What one H100 SXM and its links do; the place that is named is where a number was measured or published."""
+    """What one H100 SXM and its links do.
+
+    "Measured" is on one H100 80GB with torch 2.11, vLLM 0.26 and DeepSpeed 0.19; other numbers name their source.
+    """
 
     matmul_flops: float = 790e12
-    """Dense bf16, per second; the floor of research/performance.md (cuBLAS did 683e12 in DESIGN section 8)."""
+    """Dense bf16, per second; what cuBLAS reaches at best; measured at [8192, 4096] x [4096, 128256]: 683e12."""
     forward_share: float = 0.5
-    """Of that rate in a forward: an assumption of performance.md section 6, 'train/fwd at 50 % of 790'."""
+    """Of that rate in a forward: an assumption."""
     update_share: float = 0.5
-    """The same in forward and backward; verl publishes 0.31 to 0.40 of 989 (performance.md section 1.1)."""
+    """The same in forward and backward; verl publishes 0.31 to 0.40 of the card's 989e12."""
     memory_bytes_per_s: float = 3.01e12
-    """Device memory, DESIGN section 8."""
+    """Device memory, read and written; measured."""
     decode_share: float = 0.4
-    """Of that in a decode step: an assumption of performance.md section 6, 'decode at 40 % of bound'."""
+    """Of that in a decode step: an assumption."""
     host_s_per_sequence: float = 45e-6
-    """A sequence's share of a decode step on the engine's core, DESIGN section 8 (vLLM 0.26)."""
+    """A sequence's share of a decode step on the engine's core; measured."""
     bus_out_bytes_per_s: float = 55.1 * GB
-    """Pinned, to the host, DESIGN section 8."""
+    """Pinned, to the host; measured."""
     bus_in_bytes_per_s: float = 55.1 * GB
-    """Pinned, to the device, DESIGN section 8."""
+    """Pinned, to the device; measured."""
     deepspeed_out_bytes_per_s: float = 13 * GB
-    """DeepSpeed's offload_states, ZeRO-2, steady, DESIGN section 8."""
+    """DeepSpeed's offload_states, ZeRO-2, steady; measured."""
     deepspeed_in_bytes_per_s: float = 43 * GB
-    """Its reload_states, DESIGN section 8."""
+    """Its reload_states; measured."""
     node_bytes_per_s: float = 360 * GB
     """Per GPU and direction within a node: 80 % of NVLink's 450 GB/s by its data sheet; not measured here."""
     network_bytes_per_s: float = 40 * GB
     """Per GPU between nodes: 80 % of one 400 Gbit/s port per GPU; not measured here."""
     sync_s: float = 0.037
-    """Host time of a hand-over through one buffer, 1.5B, DESIGN section 8."""
+    """Host time of a hand-over through one buffer, 1.5B; measured."""
 
 
 @dataclass(frozen=True, kw_only=True)

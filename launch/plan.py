@@ -8,6 +8,7 @@ from rich.table import Table
 
 from hybrid_rl.advice import advice, suggest
 from hybrid_rl.config import Config, check
+from hybrid_rl.engines.group import group_sizes
 from hybrid_rl.memory import Phase
 from hybrid_rl.planner import GIB, MARGIN, Machine, Plan, Shapes, make_plan, read_shapes
 from hybrid_rl.simulator import Rates, StepTime, bus_seconds, simulate
@@ -50,12 +51,7 @@ def forecast(config: Config, machine: Machine, rates: Rates, shapes: Shapes | No
     Raises:
         ConfigError: a folder holds no model; an engine, or GPUs that work together, would span two nodes.
     """
-    groups = {
-        "rollout.tensor_parallel_size": config.rollout.tensor_parallel_size,
-        "update.sequence_parallel_size": config.update.sequence_parallel_size,
-        "update.tensor_parallel_size": config.update.tensor_parallel_size,
-    }
-    for field, size in groups.items():
+    for field, size in group_sizes(config).items():
         check(machine.num_gpus % size == 0, f"{field} = {size}: must divide --gpus {machine.num_gpus}")
     shapes = shapes or read_shapes(config)
     single = replace(machine, num_gpus=1, num_nodes=1)

@@ -10,7 +10,6 @@ where installed. Shape letters: T tokens, H hidden, V vocabulary, B sequences.
 """
 
 import argparse
-import csv
 import importlib.util
 import os
 import platform
@@ -29,6 +28,7 @@ import torch.utils.checkpoint
 import triton
 from bench_breakdown import breakdown
 from bench_sweep import sweep
+from colocated_run import write_csv
 from torch import Tensor
 
 import hybrid_rl_kernels
@@ -319,12 +319,7 @@ def environment(device: str) -> str:
 
 def write(rows: list[Row], out: Path, device: str) -> None:
     """Write kernels.csv and, where matplotlib is installed, kernels.png."""
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / "kernels.csv").open("w", newline="") as file:
-        file.write(f"# {environment(device)}\n")
-        writer = csv.DictWriter(file, list(Row.__dataclass_fields__), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(vars(row) for row in rows)
+    write_csv(out / "kernels.csv", f"# {environment(device)}", [vars(row) for row in rows])
     if importlib.util.find_spec("matplotlib") is None:
         print("matplotlib is not installed: no plot")
         return

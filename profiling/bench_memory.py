@@ -10,7 +10,6 @@ compared with those of one large copy to and from pinned memory in the same run.
 """
 
 import argparse
-import csv
 import gc
 import statistics
 import subprocess
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
+from colocated_run import write_csv
 from torch import Tensor, nn
 
 from hybrid_rl.config import Config, MemoryConfig, OptimizerConfig
@@ -286,13 +286,9 @@ def main() -> None:
         ratio = "" if row.ratio != row.ratio else f"{row.ratio:6.2f} x {row.of}"
         print(f"{row.what:38} {row.provider:10} {row.gib:7.2f} GiB {row.ms:9.2f} ms {row.gb_per_s:7.1f} GB/s {ratio}")
     if not arguments.only_pool:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        with (arguments.out / "memory.csv").open("w", newline="") as file:
-            file.write(f"# {environment()}\n")
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(["what", "provider", "gib", "ms", "gb_per_s", "ratio", "of"])
-            for r in rows:
-                writer.writerow([r.what, r.provider, r.gib, r.ms, r.gb_per_s, r.ratio, r.of])
+        columns = ("what", "provider", "gib", "ms", "gb_per_s", "ratio", "of")
+        lines = [{column: getattr(row, column) for column in columns} for row in rows]
+        write_csv(arguments.out / "memory.csv", f"# {environment()}", lines)
     return None
 
 

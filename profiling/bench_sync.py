@@ -8,7 +8,6 @@ the least that copying takes without sharing: twice the floor. "with proof" comp
 """
 
 import argparse
-import csv
 import os
 import pickle
 import statistics
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from colocated_run import write_csv
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -269,12 +269,8 @@ def main() -> None:
     import vllm
 
     card = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    args.out.mkdir(parents=True, exist_ok=True)
-    with (args.out / "sync.csv").open("w", newline="") as file:
-        file.write(f"# device {card}, torch {torch.__version__}, vllm {vllm.__version__}\n")
-        writer = csv.DictWriter(file, list(Row.__dataclass_fields__), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in bench.rows)
+    environment = f"# device {card}, torch {torch.__version__}, vllm {vllm.__version__}"
+    write_csv(args.out / "sync.csv", environment, [asdict(row) for row in bench.rows])
     print(f"\n{'way':45} {'first ms':>10} {'ms':>10} {'floors':>8}")
     for row in bench.rows:
         print(f"{row.way:45} {row.first_ms:10.2f} {row.ms:10.3f} {row.floors:8.2f}")

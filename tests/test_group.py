@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hybrid_rl.bucket import SharedBucket, Slot, joint_handle, open_shared
-from hybrid_rl.config import ConfigError
+from hybrid_rl.config import Config, ConfigError, RolloutConfig, UpdateConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import Generation, Sampling
 from hybrid_rl.engines.group import GroupEngine, check_groups, lead, visible_name
@@ -24,8 +24,11 @@ CPU = torch.device("cpu")
 PROMPTS = [[5, 9], [3, 4, 11], [7], [8, 8]]
 SAMPLED = Sampling(temperature=1.0, max_tokens=6, stop_token_ids=())
 SEEDS = [11, 12, 13, 14]
-FIELD = "rollout.tensor_parallel_size"
 FIRST = 3  # prompts of rank 0; rank 1 has the others
+
+
+def groups_of(size: int) -> Config:
+    return Config(rollout=RolloutConfig(tensor_parallel_size=size))
 
 
 class OddError(Exception):
@@ -100,10 +103,10 @@ def rank_of_two(folder: Path, tiny: Path) -> None:
     found["sums"] = engine.checksums(["model.norm.weight"])
     found["odd"] = words(lambda: lead(ranks, lambda: fail(OddError(place=3))))
     found["value"] = words(lambda: lead(ranks, lambda: fail(ValueError("no"))))
-    found["nodes"] = words(lambda: check_groups(FIELD, 2, world))
+    found["nodes"] = words(lambda: check_groups(groups_of(2), world))
     os.environ["LOCAL_WORLD_SIZE"] = "1"  # as if each were on a node of its own
-    found["apart"] = words(lambda: check_groups(FIELD, 2, world))
-    found["three"] = words(lambda: check_groups(FIELD, 3, world))
+    found["apart"] = words(lambda: check_groups(groups_of(2), world))
+    found["three"] = words(lambda: check_groups(groups_of(3), world))
     if world.rank == 1:
         try:
             fail(KeyError("alone"))
@@ -171,9 +174,16 @@ def test_groups_must_fill_the_ranks_of_every_node(both):
     assert all(rank["apart"].startswith(told) for rank in both)
     assert both[0]["three"] == "ConfigError: rollout.tensor_parallel_size = 3: must divide the number of ranks, 2"
     nodes = World(rank=0, size=1, local_rank=0, device=CPU)
-    check_groups(FIELD, 1, nodes)
+    check_groups(Config(), nodes)
     with pytest.raises(ConfigError, match="must divide the number of ranks, 1"):
-        check_groups(FIELD, 2, nodes)
+        check_groups(groups_of(2), nodes)
+
+
+def test_every_kind_of_group_is_checked():
+    nodes = World(rank=0, size=1, local_rank=0, device=CPU)
+    for name in ("sequence_parallel_size", "tensor_parallel_size"):
+        with pytest.raises(ConfigError, match=f"^update.{name} = 2: must divide the number of ranks, 1$"):
+            check_groups(Config(update=UpdateConfig(**{name: 2})), nodes)
 
 
 def test_each_worker_opens_the_bucket_at_its_place():

@@ -1,4 +1,4 @@
-"""The house rules of DESIGN.md section 1, read off the syntax tree of every module."""
+"""The house rules, read off the syntax tree of every module."""
 
 import ast
 from collections.abc import Iterator

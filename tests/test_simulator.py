@@ -24,7 +24,7 @@ FLOOR = Rates(forward_share=1, update_share=1, decode_share=1, memory_bytes_per_
 
 @pytest.fixture
 def config(tmp_path) -> Config:
-    """512 sequences of 256 + 512 tokens through four models of 1.5B, the example of performance.md section 6."""
+    """512 sequences of 256 + 512 tokens through four models of 1.5B."""
     Qwen2Config(
         vocab_size=151936,
         hidden_size=1536,

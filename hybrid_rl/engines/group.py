@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 import torch
 
 from hybrid_rl.bucket import Slot, joint_handle, place_of
-from hybrid_rl.config import check
+from hybrid_rl.config import Config, check
 from hybrid_rl.distributed import World
 from hybrid_rl.engines import Generation, Region, RolloutEngine, Sampling
 
@@ -18,21 +18,26 @@ Request = tuple[list[list[int]], Sequence[int] | None, int | None]
 """What a rank wants generated: prompts, a seed for each or None, and a seed for the engine's own generator or None."""
 
 
-def check_groups(name: str, size: int, world: World) -> None:
-    """Check that the ranks form groups of consecutive ranks of one node; every rank calls it.
+def group_sizes(config: Config) -> dict[str, int]:
+    """Return by setting how many consecutive ranks of a node work together."""
+    return {
+        "rollout.tensor_parallel_size": config.rollout.tensor_parallel_size,
+        "update.sequence_parallel_size": config.update.sequence_parallel_size,
+        "update.tensor_parallel_size": config.update.tensor_parallel_size,
+    }
 
-    Args:
-        name: of the setting.
+
+def check_groups(config: Config, world: World) -> None:
+    """Check that the ranks can form the groups that are set; every rank calls it.
+
     Raises:
-        ConfigError: they do not.
+        ConfigError: they cannot.
     """
-    if size == 1:
-        return
-    field = f"{name} = {size}"
-    check(world.size % size == 0, f"{field}: must divide the number of ranks, {world.size}")
     on_nodes = world.gather(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    odd = [number for number in on_nodes if number % size]
-    check(not odd, f"{field}: must divide the ranks of every node, for no group spans two; a node has {odd[:1]}")
+    for name, size in group_sizes(config).items():
+        field, odd = f"{name} = {size}", [number for number in on_nodes if number % size]
+        check(world.size % size == 0, f"{field}: must divide the number of ranks, {world.size}")
+        check(not odd, f"{field}: must divide the ranks of every node, for no group spans two; a node has {odd[:1]}")
 
 
 def visible_name(device: torch.device) -> str:
