@@ -50,7 +50,7 @@ def suggest(
 ) -> Change | None:
     """Return the first change that fits: one setting, else several that save memory, else these on more GPUs."""
     start = Change(config=config, machine=machine)
-    for change in (*_singles(start), *_combined(start)):
+    for change in (*_singles(start, shapes), *_combined(start)):
         try:
             validate(change.config)
         except ConfigError:
@@ -97,10 +97,12 @@ def advice(change: Change | None) -> str:
     return f"this would fit: {change}" if change else f"nothing that is known here would fit on up to {MAX_GPUS} GPUs"
 
 
-def _singles(start: Change) -> Iterator[Change]:
+def _singles(start: Change, shapes: Shapes) -> Iterator[Change]:
     """Yield changes of one setting, the cheapest in time first."""
     update = start.config.update
     yield from _smaller_batches(start)
+    for size in _token_sharers(start.machine.num_gpus, shapes):
+        yield start.set("update.sequence_parallel_size", size)
     yield start.set("models.gradient_checkpointing", True)
     yield start.set("rollout.kv_cache_memory_bytes", None)
     yield start.set("memory.swap", "auto")
@@ -141,6 +143,16 @@ def _smaller_batches(start: Change) -> Iterator[Change]:
     while tokens >= least:
         yield start.set("update.micro_batch_tokens", tokens)
         tokens //= 2
+
+
+def _token_sharers(num_gpus: int, shapes: Shapes) -> Iterator[int]:
+    """Yield by how many GPUs of a node the tokens of a micro-batch can be shared, see sequence_parallel.check_heads."""
+    models = [shape for shape in (shapes.actor, shapes.critic, shapes.reference, shapes.reward) if shape]
+    size = 2
+    while size <= num_gpus:
+        if num_gpus % size == 0 and all(shape.can_deal_heads(size) for shape in models):
+            yield size
+        size *= 2
 
 
 def _on_host(start: Change) -> Change:

@@ -52,6 +52,11 @@ class ModelShape:
         """Elements of the largest parameter."""
         return max(torch.Size(shape).numel() for _, shape in self.tensors)
 
+    def can_deal_heads(self, size: int) -> bool:
+        """Whether `size` ranks can share the attention heads, see sequence_parallel.check_heads."""
+        key_heads = self.key_size * self.num_heads // self.query_size
+        return self.num_heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
+
     def of_rank(self, size: int) -> "ModelShape":
         """Return it with the tensors that one of `size` tensor parallel ranks holds; all are cut by their rows."""
         tensors = tuple((n, (s[0] // size, *s[1:]) if n in self.cut else s) for n, s in self.tensors)

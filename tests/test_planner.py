@@ -196,6 +196,20 @@ def test_a_suggestion_fits(folders, name, sections, gib, first):
         assert part in str(error.value)
 
 
+@pytest.mark.parametrize("num_gpus, is_shared", [(1, False), (2, True)])
+def test_a_long_response_is_shared_by_the_gpus_there_are(folders, num_gpus, is_shared):
+    tokens = {"rollout": {"max_response_tokens": 48 * 1024 - 256}, "update": {"micro_batch_tokens": 48 * 1024}}
+    config, cards = make_config(folders, "1b", **tokens), machine(80, num_gpus)
+    assert plan(config, cards).missing_bytes > 0
+    change = suggest(config, cards, read_shapes(config), RESIDENCY)
+    assert change and (str(change) == "--update.sequence_parallel_size 2") == is_shared, str(change)
+
+
+def test_heads_that_cannot_be_dealt_out_are_not_suggested(folders):
+    shape = read_shapes(make_config(folders, "7b")).actor  # 28 heads, 4 of them with keys
+    assert [size for size in range(1, 29) if shape.can_deal_heads(size)] == [1, 2, 4, 28]
+
+
 def test_what_nothing_helps_is_said(folders):
     config = make_config(folders, "7b")
     shapes = read_shapes(config)

@@ -103,6 +103,8 @@ def test_variables_and_arrays_of_a_script_are_put_in() -> None:
         (coati.PROGRAM, "--plugin gemini", "update.zero_stage", 3),
         (coati.PROGRAM, "--plugin 3d --zero_stage 1", "update.zero_stage", 1),
         (coati.PROGRAM, "--plugin 3d", "memory.swap", "off"),
+        (coati.PROGRAM, "--plugin 3d --tp 4", "update.tensor_parallel_size", 4),
+        (coati.PROGRAM, "--plugin 3d --sp 4 --enable_sequence_parallelism", "update.sequence_parallel_size", 4),
         (coati.PROGRAM, "--checkpoint_path out/actor/modeling", "models.actor", "out/actor/modeling"),
         (coati_ray.PROGRAM, "--need_optim_ckpt False --max_timesteps 5", "checkpoint.every_steps", 5),
         (coati_ray.PROGRAM, "--strategy ddp", "memory.swap", "off"),
@@ -110,6 +112,19 @@ def test_variables_and_arrays_of_a_script_are_put_in() -> None:
 )  # fmt: skip
 def test_values(program: Program, arguments: str, field: str, value: Any) -> None:
     assert settings(program, arguments)[field] == value
+
+
+@pytest.mark.parametrize(
+    "arguments, shared",
+    [
+        ("--plugin gemini --tp 4 --sp 2 --enable_sequence_parallelism", set()),
+        ("--plugin 3d --sp 4", set()),
+        ("--plugin 3d --tp 2 --sp 2 --enable_sequence_parallelism", {"update.tensor_parallel_size"}),
+    ],
+)
+def test_gpus_share_what_theirs_do(arguments, shared):
+    groups = {"update.tensor_parallel_size", "update.sequence_parallel_size"}
+    assert groups & set(settings(coati.PROGRAM, arguments)) == shared
 
 
 def test_parallelism_inside_a_model_leaves_fewer_batches() -> None:

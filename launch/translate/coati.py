@@ -5,7 +5,7 @@ from typing import Any
 
 from launch.translate.command import OURS, Command, Program, fixed, lost, maps, moot
 
-DATA_PARALLEL = "ranks are data parallel; update.zero_stage = 3 splits the model"
+NO_PIPELINE = "layers are not dealt out; update.zero_stage = 3 or update.tensor_parallel_size splits the model"
 EACH_PROCESS = "counted per process in theirs, over all ranks here"
 REWARD_FUNCTIONS = {"gsm8k_reward_fn": "gsm8k", "math_competition_reward_fn": "math"}
 ZERO_STAGES = {"gemini": 3, "gemini_auto": 3, "zero2": 2, "zero2_cpu": 2}
@@ -31,6 +31,15 @@ def _mini_batch_size(c: Command) -> int:
 
 def _zero_stage(c: Command) -> int:
     return c["zero_stage"] if c["plugin"] == "3d" else ZERO_STAGES[c["plugin"]]
+
+
+def _matrix_sharers(c: Command) -> int:
+    return c["tp"] if c["plugin"] == "3d" else 1
+
+
+def _token_sharers(c: Command) -> int:
+    """Return how many processes share a sequence; beside theirs that share matrices, ours share none."""
+    return c["sp"] if c["plugin"] == "3d" and c["enable_sequence_parallelism"] and c["tp"] == 1 else 1
 
 
 def _is_on_host(c: Command) -> bool:
@@ -213,16 +222,23 @@ TRAIN_PPO = (
         "update.actor.kind",
         "update.critic.kind",
         "memory.swap",
-        note="Gemini's chunks become ZeRO 3, and 3d's tensor, pipeline and sequence parallelism data parallelism",
+        note="Gemini's chunks become ZeRO 3, and 3d's pipeline parallelism data parallelism",
         when=lambda c: c["plugin"] not in ("zero2", "zero2_cpu"),
     ),
     maps("zero_stage", int, 0, "update.zero_stage", "memory.swap"),
     maps("zero_cpu_offload", bool, False, "update.actor.kind", "update.critic.kind"),
-    lost("tp", int, 1, DATA_PARALLEL),
-    lost("pp", int, 1, DATA_PARALLEL),
-    lost("sp", int, 1, DATA_PARALLEL),
-    moot("sp_mode", str, DATA_PARALLEL),
-    moot("enable_sequence_parallelism", bool, DATA_PARALLEL),
+    maps("tp", int, 1, "update.tensor_parallel_size"),
+    lost("pp", int, 1, NO_PIPELINE),
+    maps(
+        "sp",
+        int,
+        1,
+        "update.sequence_parallel_size",
+        note="GPUs that share a sequence exchange heads, whatever sp_mode says; beside tp they share none here",
+        when=lambda c: c["sp"] > 1 or (c["enable_sequence_parallelism"] and c["tp"] > 1),
+    ),
+    moot("sp_mode", str, "GPUs that share a sequence exchange heads, as all_to_all"),
+    maps("enable_sequence_parallelism", bool, False, "update.sequence_parallel_size"),
     lost("lora_config", str, None, "set models.lora.rank, alpha and target_modules from this file"),
     maps(
         "mixed_precision",
@@ -271,6 +287,8 @@ TRAIN_PPO_RULES = {
     "update.value_clip": lambda c: 0.2,
     "update.aggregation": lambda c: "sequence_mean",
     "update.zero_stage": _zero_stage,
+    "update.tensor_parallel_size": _matrix_sharers,
+    "update.sequence_parallel_size": _token_sharers,
     "update.actor.kind": lambda c: "cpu_adam" if _is_on_host(c) else "adamw",
     "update.critic.kind": lambda c: "cpu_adam" if _is_on_host(c) else "adamw",
     "update.actor.warmup_steps": _warmup_steps,
