@@ -3,6 +3,7 @@
 Work is counted (tokens, operations, bytes) with every response at full length; all that is uncertain is in `Rates`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hybrid_rl.config import Config
@@ -97,6 +98,7 @@ def simulate(config: Config, machine: Machine, shapes: Shapes, plan: Plan, rates
         "update actor": work.update("actor"),
         "sync": rates.sync_s + work.gathering(1, "actor"),
         "collectives": work.collectives(),
+        "exchanges": work.exchanges(),
         "bus": bus_seconds(plan, config.memory.swap, rates),
     }
     length = config.prompts.max_prompt_tokens + config.rollout.max_response_tokens
@@ -156,26 +158,38 @@ class _Work:
 
     def score(self) -> float:
         """Return the seconds of all forwards without gradient: old and reference log-probs, values, reward model."""
-        config, shapes, flops = self._config, self._shapes, 0.0
-        length, responses = self._prompt + self._response, self._sequences * self._response
-        policies = [config.update.old_logprobs == "trainer", config.has_reference]
-        flops += sum(policies) * self._forward(self._tokens, length, head_tokens=responses)
-        for name in ("critic", "reward"):
-            if getattr(shapes, name):
-                flops += self._forward(self._tokens, length, head_tokens=0, name=name)
+        size, flops = self._config.update.tensor_parallel_size, 0.0
+        length, responses = self._prompt + self._response, size * self._sequences * self._response
+        for name, is_cut in self._scored():
+            head_tokens = 0 if name in ("critic", "reward") else responses
+            tokens = self._tokens if is_cut else size * self._tokens
+            flops += self._forward(tokens, length, head_tokens=head_tokens, name=name)
         return flops / (self._rates.matmul_flops * self._rates.forward_share)
+
+    def _scored(self) -> Iterator[tuple[str, bool]]:
+        """Yield the shape of each forward of SCORE, and whether tensor parallel ranks hold the model between them."""
+        config, shapes = self._config, self._shapes
+        if config.update.old_logprobs == "trainer":
+            yield "actor", True
+        if config.has_reference:
+            yield "actor", False
+        if shapes.critic:
+            yield "critic", True
+        if shapes.reward:
+            yield "reward", False
 
     def update(self, name: str) -> float:
         """Return the seconds of all epochs: 3 forwards' worth of operations, a 4th for what is computed again.
 
         With adapters the weights have no gradient of their own, which leaves 2; the head's logits are always computed
-        again in its backward.
+        again in its backward, by every rank of a tensor parallel group for all its tokens.
         """
         if getattr(self._shapes, name) is None:
             return 0.0
         models, epochs = self._config.models, self._config.update.num_epochs
         body = self._forward(self._tokens, self._prompt + self._response, head_tokens=0, name=name)
-        head = getattr(self._shapes, name).head_flops(self._sequences * self._response)
+        sharers = self._config.update.tensor_parallel_size
+        head = getattr(self._shapes, name).head_flops(sharers * self._sequences * self._response)
         factor = (2 if models.lora.rank else 3) + models.gradient_checkpointing
         return epochs * (factor * body + 4 * head) / (self._rates.matmul_flops * self._rates.update_share)
 
@@ -191,12 +205,35 @@ class _Work:
             return 0.0
         return times * self._dtype_bytes * shape.num_params * (ranks - 1) / ranks / self._link
 
+    def exchanges(self) -> float:
+        """Return the seconds in which ranks of a node exchange what a layer needs of theirs.
+
+        Ranks that share tokens exchange queries, keys, values and what attention makes of them, as much backward, keys
+        repeated where there are fewer heads than ranks. Ranks that share matrices have all tokens of the group and sum
+        hidden states over a ring, twice per layer forward and five times backward.
+        """
+        update, again = self._config.update, self._config.models.gradient_checkpointing
+        tokens, matrices = update.sequence_parallel_size, update.tensor_parallel_size
+        scored = list(self._scored())
+        elements = 0.0
+        for name in ("actor", "critic", "reward"):
+            shape = getattr(self._shapes, name)
+            if shape is None:
+                continue
+            epochs = 0 if name == "reward" else update.num_epochs
+            forwards, cut = scored.count((name, True)) + scored.count((name, False)), scored.count((name, True))
+            key_size = max(shape.key_size, tokens * shape.query_size // shape.num_heads)
+            passes = forwards + (2 + again) * epochs
+            elements += passes * shape.num_layers * 2 * (shape.query_size + key_size) * (tokens - 1) / tokens
+            sums = 2 * cut + (7 + 2 * again) * epochs
+            elements += sums * shape.num_layers * 2 * shape.hidden_size * (matrices - 1)
+        return elements * self._tokens * self._dtype_bytes / self._rates.node_bytes_per_s
+
     def collectives(self) -> float:
         """Return the seconds of the collectives of both updates and of SCORE, none of which overlaps with computing.
 
         Per micro-batch ZeRO-2 and 3 reduce gradients in float32, ZeRO-3 gathers weights forward and backward; per
-        optimizer step ZeRO-1 and 2 gather weights, ZeRO 0 and 1 reduce gradients, 0 twice as much. What ranks
-        exchange in a model whose tokens or matrices they share is left out.
+        optimizer step ZeRO-1 and 2 gather weights, ZeRO 0 and 1 reduce gradients, 0 twice as much.
         """
         config, update, ranks = self._config, self._config.update, self._machine.num_ranks
         share = (ranks - 1) / ranks

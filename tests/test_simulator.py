@@ -105,6 +105,31 @@ def test_collectives_by_hand(config):
     assert step(one, rates, num_gpus=2).phases["collectives"] == pytest.approx((4 + 2) * params / 2 / 1e9)
 
 
+def test_exchanges_by_hand(config):
+    grpo = replace(
+        config, advantage=AdvantageConfig(estimator="reinforce_pp"), models=replace(config.models, reward=None)
+    )
+    rates, tokens = Rates(node_bytes_per_s=1e9), 256 * 768
+    told = step(grpo, rates, num_gpus=2)
+    assert told.phases["exchanges"] == 0
+    # Heads of 128: 12 with queries, 2 with keys. One forward in SCORE, forward and backward in the update, two bytes an
+    # element, half of which stays.
+    shared = replace(grpo, update=replace(grpo.update, sequence_parallel_size=2))
+    seconds = 3 * 28 * 2 * (1536 + 256) * 2 / 2 * tokens / 1e9
+    assert step(shared, rates, num_gpus=2).phases["exchanges"] == pytest.approx(seconds)
+    # Four ranks hold two key heads twice.
+    four = replace(grpo, update=replace(grpo.update, sequence_parallel_size=4))
+    seconds = 3 * 28 * 2 * (1536 + 512) * 2 * 3 / 4 * tokens / 2 / 1e9
+    assert step(four, rates, num_gpus=4).phases["exchanges"] == pytest.approx(seconds)
+    # 2 + 2 + 5 sums of both ranks' tokens: a ring sends each element (S - 1) / S times out and back.
+    cut = replace(grpo, update=replace(grpo.update, tensor_parallel_size=2))
+    found = step(cut, rates, num_gpus=2).phases
+    assert found["exchanges"] == pytest.approx(9 * 28 * 2 * 1536 * 2 / 2 * 2 * tokens / 1e9)
+    heads = 2 * 1536 * 151936 * (256 * 512)  # of one rank's responses, which it computes for the other too
+    assert found["score"] - told.phases["score"] == pytest.approx(heads / (0.5 * 790e12))
+    assert found["update actor"] - told.phases["update actor"] == pytest.approx(4 * heads / (0.5 * 790e12))
+
+
 def test_the_bus_by_hand():
     rows = (
         Row(name="actor_states", num_bytes=1, out_bytes=13 * 10**9, in_bytes=43 * 10**9),
