@@ -38,6 +38,9 @@ from hybrid_rl.engines.shards import Shards
 from hybrid_rl.engines.states import LearnedStates
 
 deepspeed_logger.setLevel(logging.WARNING)
+if not torch.cuda.is_available():
+    # At the first start it would compile C++ for half a minute, for a sum over ranks that only inference takes.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 _BUCKET_ELEMENTS = 50_000_000  # DeepSpeed's 500 million take 2 GB in bfloat16 for a model of any size
 # Not lp_params: the bfloat16 weights stay, they serve SCORE and SYNC between two updates.
