@@ -163,9 +163,9 @@ def test_a_step_takes_what_is_planned(measured, shape, monkeypatch, stage, dtype
     least, most, peak = planned(shape, stage, dtype, num_ranks)
     real = max(marks["backward 1"][1], marks["step 1"][1])
     between = marks["step 1"][0]
-    # What waits for Python's garbage collector and how long a bucket or a prefetch lives vary between runs: 20 of them,
-    # some under load, gave 0.81 to 1.14 of `most` and 0.78 to 1.03 of the peak.
-    assert 0.99 * least <= between <= 1.25 * most
+    # How long a bucket or a prefetch lives, and when the engine before is freed, vary between runs: 30 of them, some
+    # under load, gave 0.81 to 1.22 of `most` and 0.78 to 1.08 of the peak.
+    assert 0.99 * least <= between <= 1.4 * most
     assert 0.75 * peak <= real <= 1.25 * peak
 
 
