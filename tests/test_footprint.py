@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ from hybrid_rl.models import load_actor
 from hybrid_rl.shapes import ModelShape, read_shape
 from hybrid_rl_kernels.reference import fused_logprobs
 
+Bytes = dict[str, tuple[int, int]]
+"""Bytes allocated at each mark, and the most since the mark before it."""
 NUM_TOKENS = 32
 BUCKET = 1_000_000
 SHAPE = ModelShape(
@@ -56,7 +59,7 @@ def allocated(profiler: profile) -> list[tuple[float, str | int]]:
     return sorted(found, key=lambda pair: pair[0])
 
 
-def peaks(profiler: profile) -> dict[str, tuple[int, int]]:
+def peaks(profiler: profile) -> Bytes:
     """Return the bytes at each mark and the most since the mark before it."""
     result, peak, now, start = {}, 0, 0, 0
     for _, what in allocated(profiler):
@@ -75,13 +78,18 @@ def mark(name: str) -> None:
         pass
 
 
-def measure(folder: str, stage: int, dtype: str, world: World) -> dict[str, tuple[int, int]]:
-    """Take two optimizer steps of two micro-batches each; the second step's parts are marked."""
+def measure(folder: str, stage: int, dtype: str, world: World, engines: list[deepspeed.TrainEngine]) -> Bytes:
+    """Take two optimizer steps of two micro-batches each; the second step's parts are marked.
+
+    Args:
+        engines: grows by one; an engine that ended would be freed while the next one is measured.
+    """
+    # Before the profile, which would see what one thread of transformers frees and not what another allocated.
+    actor = load_actor(folder, ModelsConfig(actor=folder, dtype=dtype, attention="sdpa"), torch.device("cpu"))
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         torch.empty(1)
         mark("start")
-        actor = load_actor(folder, ModelsConfig(actor=folder, dtype=dtype, attention="sdpa"), torch.device("cpu"))
         for parameter in actor.parameters():
             parameter.data = parameter.data.clone()  # out of the file that it is mapped from
         engine = deepspeed.TrainEngine(actor, OptimizerConfig(lr=1e-3), zero_stage=stage, total_steps=9, world=world)
@@ -103,7 +111,13 @@ def measure(folder: str, stage: int, dtype: str, world: World) -> dict[str, tupl
             mark(f"backward {step}")
             engine.step()
             mark(f"step {step}")
+    engines.append(engine)
     return peaks(profiler)
+
+
+def least(runs: Sequence[Bytes]) -> Bytes:
+    """Return the least of each number: what gloo's thread frees, unseen by the profiler, only adds."""
+    return {name: (min(run[name][0] for run in runs), min(run[name][1] for run in runs)) for name in runs[0]}
 
 
 def planned(shape: ModelShape, stage: int, dtype: str, num_ranks: int) -> tuple[int, int, int]:
@@ -137,7 +151,9 @@ def main() -> None:
     folder, rank = Path(sys.argv[1]), os.environ.get("RANK", "0")
     model = make_folder(folder / f"files{rank}")  # before the ranks know each other: only the first one would write
     deepspeed._BUCKET_ELEMENTS, world = BUCKET, join_world()
-    torch.save({case: measure(model, *case, world) for case in CASES}, folder / f"rank{rank}.pt")
+    engines: list[deepspeed.TrainEngine] = []
+    found = {case: least([measure(model, *case, world, engines) for _ in range(3)]) for case in CASES}
+    torch.save(found, folder / f"rank{rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -163,10 +179,14 @@ def test_a_step_takes_what_is_planned(measured, shape, monkeypatch, stage, dtype
     least, most, peak = planned(shape, stage, dtype, num_ranks)
     real = max(marks["backward 1"][1], marks["step 1"][1])
     between = marks["step 1"][0]
-    # How long a bucket or a prefetch lives, and when the engine before is freed, vary between runs: 30 of them, some
-    # under load, gave 0.81 to 1.22 of `most` and 0.78 to 1.08 of the peak.
-    assert 0.99 * least <= between <= 1.4 * most
-    assert 0.75 * peak <= real <= 1.25 * peak
+    if num_ranks == 1:
+        assert 0.99 * least <= between <= 1.01 * most
+        assert peak == pytest.approx(real, rel=0.1)
+    else:
+        # How long a bucket or a prefetch lives depends on when two ranks meet: under load, with three busy loops on
+        # these two cores, five runs gave 0.81 to 1.06 of `most` and 0.78 to 1.03 of the peak.
+        assert 0.99 * least <= between <= 1.1 * most
+        assert 0.75 * peak <= real <= 1.1 * peak
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
