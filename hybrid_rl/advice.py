@@ -9,6 +9,7 @@ from hybrid_rl.device_memory import available_bytes
 from hybrid_rl.distributed import World
 from hybrid_rl.memory import Phase
 from hybrid_rl.planner import GIB, Machine, Plan, Shapes, make_plan, read_shapes
+from hybrid_rl.sequence_parallel import check_head_counts
 from hybrid_rl.validate import validate
 
 MAX_GPUS = 64
@@ -50,9 +51,10 @@ def suggest(
 ) -> Change | None:
     """Return the first change that fits: one setting, else several that save memory, else these on more GPUs."""
     start = Change(config=config, machine=machine)
-    for change in (*_singles(start, shapes), *_combined(start)):
+    for change in (*_singles(start), *_combined(start)):
         try:
             validate(change.config)
+            _check_heads(change.config, shapes)
         except ConfigError:
             continue
         if not make_plan(change.config, change.machine, shapes, residency).missing_bytes:
@@ -97,12 +99,18 @@ def advice(change: Change | None) -> str:
     return f"this would fit: {change}" if change else f"nothing that is known here would fit on up to {MAX_GPUS} GPUs"
 
 
-def _singles(start: Change, shapes: Shapes) -> Iterator[Change]:
+def _check_heads(config: Config, shapes: Shapes) -> None:
+    for shape in (shapes.actor, shapes.critic, shapes.reference, shapes.reward):
+        if shape:
+            size, key_heads = config.update.sequence_parallel_size, shape.key_size // shape.head_size
+            check_head_counts(shape.num_heads, key_heads, size, where=shape.architecture)
+
+
+def _singles(start: Change) -> Iterator[Change]:
     """Yield changes of one setting, the cheapest in time first."""
     update = start.config.update
     yield from _smaller_batches(start)
-    for size in _token_sharers(start.machine.num_gpus, shapes):
-        yield start.set("update.sequence_parallel_size", size)
+    yield from _shared_tokens(start)
     yield start.set("models.gradient_checkpointing", True)
     yield start.set("rollout.kv_cache_memory_bytes", None)
     yield start.set("memory.swap", "auto")
@@ -145,13 +153,11 @@ def _smaller_batches(start: Change) -> Iterator[Change]:
         tokens //= 2
 
 
-def _token_sharers(num_gpus: int, shapes: Shapes) -> Iterator[int]:
-    """Yield by how many GPUs of a node the tokens of a micro-batch can be shared, see sequence_parallel.check_heads."""
-    models = [shape for shape in (shapes.actor, shapes.critic, shapes.reference, shapes.reward) if shape]
+def _shared_tokens(start: Change) -> Iterator[Change]:
+    """Yield two GPUs of a node that share the tokens of a micro-batch, and twice as many, as long as these fill it."""
     size = 2
-    while size <= num_gpus:
-        if num_gpus % size == 0 and all(shape.can_deal_heads(size) for shape in models):
-            yield size
+    while start.machine.num_gpus % size == 0:
+        yield start.set("update.sequence_parallel_size", size)
         size *= 2
 
 

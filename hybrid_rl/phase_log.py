@@ -3,6 +3,7 @@
 import logging
 import pickle
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -69,9 +70,7 @@ class PhaseLog:
     def forget_all(self) -> None:
         """Remove every step when the run is over; every rank calls it, for another may still write its last phase."""
         self._world.barrier()
-        if self._world.is_main:
-            for folder in _steps(self._folder).values():
-                shutil.rmtree(folder)
+        self.forget(sys.maxsize)
 
     def forget(self, step: int) -> None:
         """Remove the steps up to this one: a checkpoint holds them, so that every rank has left them."""

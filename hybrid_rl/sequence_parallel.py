@@ -30,10 +30,15 @@ def check_heads(config: PretrainedConfig, size: int, *, where: str) -> None:
     Raises:
         ConfigError: they cannot.
     """
-    text, field = config.get_text_config(), f"update.sequence_parallel_size = {size}"
+    text = config.get_text_config()
     heads = text.num_attention_heads
+    check_head_counts(heads, getattr(text, "num_key_value_heads", None) or heads, size, where=where)
+
+
+def check_head_counts(heads: int, key_heads: int, size: int, *, where: str) -> None:
+    """Check the same of numbers of attention heads and of key heads; see check_heads."""
+    field = f"update.sequence_parallel_size = {size}"
     check(heads % size == 0, f"{field}: must divide the {heads} attention heads of {where}")
-    key_heads = getattr(text, "num_key_value_heads", None) or heads
     check(
         key_heads % size == 0 or size % key_heads == 0,
         f"{field}: must divide the {key_heads} key heads of {where}, or be a multiple of them",

@@ -52,10 +52,10 @@ class ModelShape:
         """Elements of the largest parameter."""
         return max(torch.Size(shape).numel() for _, shape in self.tensors)
 
-    def can_deal_heads(self, size: int) -> bool:
-        """Whether `size` ranks can share the attention heads, see sequence_parallel.check_heads."""
-        key_heads = self.key_size * self.num_heads // self.query_size
-        return self.num_heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
+    @property
+    def head_size(self) -> int:
+        """Elements of one attention head."""
+        return self.query_size // self.num_heads
 
     def of_rank(self, size: int) -> "ModelShape":
         """Return it with the tensors that one of `size` tensor parallel ranks holds; all are cut by their rows."""
@@ -77,7 +77,7 @@ class ModelShape:
 
         The GPUs share the key heads out; with fewer heads than GPUs each holds one. A sliding window counts as full.
         """
-        key_size = max(self.key_size // num_gpus, self.query_size // self.num_heads)
+        key_size = max(self.key_size // num_gpus, self.head_size)
         return 2 * self.num_layers * key_size * dtype_bytes
 
     def layer_activation_bytes(self, dtype_bytes: int, *, repeats_keys: bool) -> int:

@@ -222,7 +222,7 @@ class _Work:
                 continue
             epochs = 0 if name == "reward" else update.num_epochs
             forwards, cut = scored.count((name, True)) + scored.count((name, False)), scored.count((name, True))
-            key_size = max(shape.key_size, tokens * shape.query_size // shape.num_heads)
+            key_size = max(shape.key_size, tokens * shape.head_size)
             passes = forwards + (2 + again) * epochs
             elements += passes * shape.num_layers * 2 * (shape.query_size + key_size) * (tokens - 1) / tokens
             sums = 2 * cut + (7 + 2 * again) * epochs

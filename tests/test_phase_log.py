@@ -91,7 +91,7 @@ def slowly(rank: int) -> int:
 
 
 def main() -> None:
-    """Run as one of two ranks; rank 1 had not ended the second phase when the run was killed, late in the last."""
+    """Run as one of two ranks; rank 1 lost its second phase when the run was killed, and is late in its last."""
     folder = Path(sys.argv[1])
     world = join_world()
     log = PhaseLog(folder / "log", key="k", first_step=1, world=world)

@@ -32,6 +32,7 @@ from hybrid_rl.planner import (
     num_entries,
     read_shapes,
 )
+from hybrid_rl.sequence_parallel import check_head_counts
 from hybrid_rl.trainer import RESIDENCY
 
 SYNC, ROLLOUT, SCORE, UPDATE_CRITIC, UPDATE_ACTOR = Phase
@@ -205,9 +206,27 @@ def test_a_long_response_is_shared_by_the_gpus_there_are(folders, num_gpus, is_s
     assert change and (str(change) == "--update.sequence_parallel_size 2") == is_shared, str(change)
 
 
-def test_heads_that_cannot_be_dealt_out_are_not_suggested(folders):
+@pytest.mark.parametrize("num_gpus", [2, 8])
+def test_heads_that_cannot_be_dealt_out_are_not_suggested(folders, num_gpus):
+    """Three heads: without that rule the two GPUs of the test above would share the tokens."""
+    odd = replace(read_shapes(make_config(folders, "1b")).actor, num_heads=3, query_size=2049, key_size=683)
+    tokens = {"rollout": {"max_response_tokens": 48 * 1024 - 256}, "update": {"micro_batch_tokens": 48 * 1024}}
+    config = make_config(folders, "1b", **tokens)
+    shapes = replace(read_shapes(config), actor=odd)
+    assert "sequence_parallel" not in str(suggest(config, machine(80, num_gpus), shapes, RESIDENCY))
+
+
+def test_sizes_that_heads_can_be_dealt_out_to(folders):
     shape = read_shapes(make_config(folders, "7b")).actor  # 28 heads, 4 of them with keys
-    assert [size for size in range(1, 29) if shape.can_deal_heads(size)] == [1, 2, 4, 28]
+
+    def can_deal(size: int) -> bool:
+        try:
+            check_head_counts(shape.num_heads, shape.key_size // shape.head_size, size, where="a model")
+        except ConfigError:
+            return False
+        return True
+
+    assert [size for size in range(1, 29) if can_deal(size)] == [1, 2, 4, 28]
 
 
 def test_what_nothing_helps_is_said(folders):
