@@ -88,6 +88,12 @@ def choose_attention(
     return next(name for name, ok in supported.items() if ok and there[name])
 
 
+def repeats_keys(setting: str) -> bool:
+    """Return whether attention gets keys repeated for every head; flash-attn, set or found here, does not."""
+    is_found = setting == "auto" and importlib.util.find_spec("flash_attn") is not None
+    return setting != "flash_attention_2" and not is_found
+
+
 def packing_arguments(model: PreTrainedModel, cu_seqlens: Tensor, max_length: int, num_tokens: int) -> dict[str, Any]:
     """Return what a model must be told, beside position ids, so that each packed sequence sees only itself."""
     implementation = model.config._attn_implementation

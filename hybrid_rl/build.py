@@ -19,6 +19,7 @@ from hybrid_rl.batch import Rollout, make_train_batch
 from hybrid_rl.bucket import SharedWeights
 from hybrid_rl.config import Config, check
 from hybrid_rl.data import Data, load_data
+from hybrid_rl.device_memory import grow_segments
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import EngineTenant, RolloutEngine
 from hybrid_rl.engines.deepspeed import TrainEngine
@@ -26,6 +27,7 @@ from hybrid_rl.engines.flat import FlatWeights
 from hybrid_rl.engines.group import GroupEngine, check_groups
 from hybrid_rl.engines.start import start_engine
 from hybrid_rl.engines.ulysses import share_tokens
+from hybrid_rl.footprint import forward_tokens
 from hybrid_rl.judge import RewardSources
 from hybrid_rl.layout import why_copy
 from hybrid_rl.memory import FrozenModule, MemoryManager, Phase, PooledModule, Resident
@@ -159,6 +161,7 @@ class Builder:
         config, paths, world, timeline = self._config, self._config.models, self._world, self._timeline
         steps = config.update.critic_warmup_steps
         load = functools.partial(load_actor, paths.actor, paths, world.device, field="models.actor", lora=paths.lora)
+        grow_segments(world.device, is_on=False)  # for an earlier run of this process turned it on
         if self._shares_weights():
             module = self._shared("models.actor", paths.actor, load())
             flat = FlatWeights(module.model, world)
@@ -287,7 +290,7 @@ class Builder:
             path, field, sharers = config.models.reward, "models.reward", self._sharers
             module = self._shared(field, path, load_value_model(path, config.models, world.device, field=field))
             self.frozen("reward_model", module)
-            packing = Packing(max_tokens=config.update.micro_batch_tokens, world=batch_world)
+            packing = Packing(max_tokens=forward_tokens(config.update), world=batch_world)
 
             def model(rollouts: Sequence[Rollout]) -> Tensor:
                 if data.reward_tokenizer is not None:
@@ -357,6 +360,7 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
         for name, counter in run.counters.items():
             counter.load_state_dict(state[name])
     recorder.open(run.steps_done + 1)
+    grow_segments(world.device, is_on=True)
     # DeepSpeed collects garbage in every offload; without this it walks all that vLLM and torch imported each time.
     gc.collect()
     gc.freeze()

@@ -37,6 +37,18 @@ def available_bytes(device: torch.device) -> int:
     return min(total, free + OWN_CONTEXT_BYTES)
 
 
+def grow_segments(device: torch.device, *, is_on: bool) -> None:
+    """Say whether PyTorch extends what it takes of the GPU from now on in place, as neighbours are wanted.
+
+    Off while a run is built: memory that the engine's process opens must be one allocation of the driver. On for the
+    phases: gradients that lie where activations were would else leave pieces that no activation fits in. (Tensors in a
+    VmmPool have an allocator of their own.)
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{is_on}")
+
+
 class DeviceMemory:
     """Measures a GPU, all processes together, around each phase; on a CPU there is nothing to measure.
 

@@ -6,7 +6,7 @@ engines take steps on one and on two ranks, and their peaks are compared.
 
 from dataclasses import dataclass
 
-from hybrid_rl.config import Config, OptimizerConfig
+from hybrid_rl.config import Config, OptimizerConfig, UpdateConfig
 from hybrid_rl.shapes import ModelShape
 from hybrid_rl_kernels.reference import CHUNK_ROWS
 
@@ -51,7 +51,7 @@ class Footprint:
     gradients: int
     """Kept from the first backward to the optimizer step."""
     kept: int
-    """Buckets and gathered weights that DeepSpeed does not let go of between two steps, at most."""
+    """The bucket and gathered weights that ZeRO-3 does not let go of between two steps, at most; cpu_adam's passage."""
     reduction: int
     """What the reduction of gradients takes beyond that, beside the activations during backward."""
     gathered: int
@@ -70,13 +70,14 @@ def footprint(shape: ModelShape, sharding: Sharding, *, num_trained: int) -> Foo
         1 bf16  b N      12 T / W + 4 T             2 T         6 min(T, 5e8)
         1 fp32  b N      12 T / W                   4 T         4 T / W
         2 bf16  b N      12 T / W                   4 T / W     -
-        2 fp32  b N      12 T / W                   4 T / W     4 T / W
+        2 fp32  b N      12 T / W                   4 T / W     4 T / W and the bucket
         3       b N / W  12 T / W + 4 T / W         -           4 min(T / W, 1e9)
 
-    Beside them, but for ZeRO 0 and 1 bf16, the bucket, (b + 4) E: gradients in the dtype, and float32 while they are
-    reduced; a larger tensor takes (b + 4) times its own elements. With ZeRO-3 on several ranks b min(N, 1e9) of
-    gathered weights that stay, and 2 b min(N, 5e7) for a prefetch and its copy. cpu_adam keeps 20 T / W on the host:
-    master, moments, gradients twice.
+    Beside them, but for ZeRO 0 and 1 bf16, the bucket, (b + 4) E, in every backward: gradients in the dtype, and
+    float32 while they are reduced; a larger tensor takes (b + 4) times its own elements. ZeRO-3 keeps it between two
+    steps; on several ranks it also keeps b min(N, 1e9) of gathered weights, and takes 2 b min(N, 5e7) for a prefetch
+    and its copy. cpu_adam keeps 20 T / W on the host, master, moments, gradients twice, and up to ZeRO-2 room for the
+    largest tensor's gradient on the GPU.
 
     Args:
         num_trained: parameters that learn; with LoRA the adapters (and a value head), which come on top of the shape's.
@@ -87,41 +88,54 @@ def footprint(shape: ModelShape, sharding: Sharding, *, num_trained: int) -> Foo
     share = trained // ranks
     states = {0: 8 * trained, 1: 12 * share + 4 * trained * is_half, 2: 12 * share, 3: 16 * share}[stage]
     gradients = {0: 4 * trained, 1: (2 if is_half else 4) * trained, 2: 4 * share, 3: 0}[stage]
+    bucket = (b + 4) * min(BUCKET_ELEMENTS, trained)
     step = {
         0: 4 * min(trained, ALLREDUCE_ELEMENTS),
         1: 6 * min(trained, ALLREDUCE_ELEMENTS) if is_half else 4 * share,
-        2: 0 if is_half else 4 * share,
+        2: 0 if is_half else 4 * share + bucket,
         3: 4 * min(share, LIVE_ELEMENTS),
     }[stage]
     if sharding.is_on_host:
         states, gradients, step = 0, 0, b * share
-    largest, bucket = min(shape.largest_tensor, trained), min(BUCKET_ELEMENTS, trained)
     is_gathering = stage == 3 and ranks > 1
     has_bucket = stage > 1 or (stage == 1 and not is_half)
+    reduction = max(bucket, (b + 4) * min(shape.largest_tensor, trained)) * has_bucket
+    kept_bucket = bucket * (stage == 3)
+    passed = b * min(shape.largest_tensor, trained) * (sharding.is_on_host and stage < 3)
     return Footprint(
         weights=b * total // (ranks if stage == 3 else 1),
         states=states,
         moved=0 if sharding.is_on_host else {0: 8 * trained, 3: 16 * share}.get(stage, 12 * share),
         gradients=gradients,
-        kept=(b + 4) * bucket * has_bucket + b * min(total, LIVE_ELEMENTS) * is_gathering,
-        reduction=(b + 4) * max(0, largest - bucket) * has_bucket,
+        kept=kept_bucket + b * min(total, LIVE_ELEMENTS) * is_gathering + passed,
+        reduction=reduction - kept_bucket,
         gathered=2 * b * min(total, PREFETCH_ELEMENTS) * is_gathering,
         step=step,
         host=20 * share if sharding.is_on_host else 0,
     )
 
 
-def micro_batch_shares(config: Config, *, num_sequences: int) -> tuple[int, int]:
-    """Return the tokens of a full micro-batch that one rank takes through a model, and those that its head reads.
+def forward_tokens(update: UpdateConfig) -> int:
+    """Return the tokens of a pack of SCORE: four micro-batches, for a forward without gradient keeps nothing.
+
+    Kernels are launched as often for more tokens: log-probs of 1.5B parameters on an H200 took 88 thousand tokens a
+    second in packs of 8192 and 122 thousand in packs of 32768 (profiling/bench_update.py).
+    """
+    return 4 * update.micro_batch_tokens
+
+
+def micro_batch_shares(config: Config, *, num_sequences: int, max_tokens: int) -> tuple[int, int]:
+    """Return the tokens of a full pack that one rank takes through a model, and those that its head reads.
 
     Of ranks that share the tokens, one may get a slice of hardly anything but responses.
 
     Args:
-        num_sequences: of a step that the ranks have which compute a micro-batch together.
+        num_sequences: of a step that the ranks have which compute a pack together.
+        max_tokens: of a pack.
     """
     response = config.rollout.max_response_tokens
     length = config.prompts.max_prompt_tokens + response
-    packed = min(config.update.micro_batch_tokens, num_sequences * length)
+    packed = min(max_tokens, num_sequences * length)
     tokens = -(-packed // config.update.sequence_parallel_size)
     return tokens, min(tokens, packed * response // length)
 

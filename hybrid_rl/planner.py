@@ -4,16 +4,16 @@ The same plan sizes the run: KV cache, tenants that stay because there is room, 
 Numbers without a formula are measurements and name their place; estimates say so.
 """
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
+from hybrid_rl.attention import repeats_keys
 from hybrid_rl.bucket import bucket_bytes, plan_buckets
-from hybrid_rl.config import Config, ModelsConfig
-from hybrid_rl.footprint import Footprint, Sharding, footprint, head_bytes, micro_batch_shares
+from hybrid_rl.config import Config
+from hybrid_rl.footprint import Footprint, Sharding, footprint, forward_tokens, head_bytes, micro_batch_shares
 from hybrid_rl.layout import why_copy
 from hybrid_rl.memory import Phase
 from hybrid_rl.shapes import ModelShape, read_shape
@@ -22,10 +22,10 @@ from hybrid_rl_kernels import dispatch
 GIB = 1 << 30
 MARGIN = 0.05
 """Share of the card that a plan leaves free: the error that issue 4 aims at, and the allocator's rounding."""
-TRAINER_CONTEXT_BYTES = int(1.4 * GIB)
-"""On an H100 12.9 GiB were in use while PyTorch had reserved 11.5, so CUDA context and libraries took the rest."""
-ENGINE_CONTEXT_BYTES = int(2.2 * GIB)
-"""What a vLLM 0.26 process kept asleep on an H100, its CUDA graphs included."""
+TRAINER_CONTEXT_BYTES = int(1.3 * GIB)
+"""CUDA context and libraries on an H200: 1.21 GiB beyond what PyTorch had reserved, and 0.1 that no process owned."""
+ENGINE_CONTEXT_BYTES, GRAPHS_BYTES = int(0.9 * GIB), int(0.8 * GIB)
+"""What a vLLM 0.26 process kept asleep on an H200 with shared weights: 0.87 GiB eager, 1.67 with 102 CUDA graphs."""
 ENGINE_BATCH_TOKENS = 8192
 """vLLM's max_num_batched_tokens for an LLM on an 80 GB card; its prefill computes so many at once."""
 KV_BLOCK_TOKENS = 16
@@ -234,7 +234,10 @@ class _Planner:
         sequences, size = -(-config.responses_per_step // machine.num_ranks), config.rollout.tensor_parallel_size
         self.wave = min(size * sequences, config.rollout.max_num_seqs * machine.engines_per_gpu)
         sharers = config.update.sequence_parallel_size * config.update.tensor_parallel_size
-        self._tokens, self._response_tokens = micro_batch_shares(config, num_sequences=sharers * sequences)
+        self._forward_shares, self._update_shares = (
+            micro_batch_shares(config, num_sequences=sharers * sequences, max_tokens=max_tokens)
+            for max_tokens in (forward_tokens(config.update), config.update.micro_batch_tokens)
+        )
         dtype = torch.float32 if self._dtype_bytes == 4 else torch.bfloat16
         self._actor_tensors = [(name, shape, dtype) for name, shape in shapes.actor.tensors]
         self._shares_weights = (
@@ -344,9 +347,9 @@ class _Planner:
         if config.update.tensor_parallel_size > 1 or (config.update.zero_stage == 3 and self._machine.num_ranks > 1):
             rows.append(Row(name="gathered weights", num_bytes=staging, phases=frozenset({SYNC})))
         if config.rollout.engine == "vllm":
-            computing = self._engine_activations() * self._machine.engines_per_gpu
-            context = ENGINE_CONTEXT_BYTES * self._machine.engines_per_gpu
-            rows.append(Row(name="engine context", num_bytes=context))
+            engines, graphs = self._machine.engines_per_gpu, 0 if config.rollout.enforce_eager else GRAPHS_BYTES
+            computing = engines * self._engine_activations()
+            rows.append(Row(name="engine context", num_bytes=engines * (ENGINE_CONTEXT_BYTES + graphs)))
             rows.append(Row(name="engine activations", num_bytes=computing, phases=frozenset({ROLLOUT})))
         return rows
 
@@ -358,9 +361,9 @@ class _Planner:
 
     def score(self) -> list[Row]:
         """Return what the forwards of SCORE hold at most."""
-        shapes, tokens, b = self._shapes, self._tokens, self._dtype_bytes
+        shapes, (tokens, responses), b = self._shapes, self._forward_shares, self._dtype_bytes
         models = [s for s in (shapes.actor, shapes.critic, shapes.reference, shapes.reward) if s]
-        head = head_bytes(shapes.actor, self._response_tokens, backend=self._machine.backend, backward=False)
+        head = head_bytes(shapes.actor, responses, backend=self._machine.backend, backward=False)
         gathered = max(part.gathered for part in map(self.engine, ("actor", "critic")) if part)
         here = frozenset({SCORE})
         return [
@@ -375,12 +378,15 @@ class _Planner:
         if part is None:
             return []
         here = frozenset({UPDATE_ACTOR if name == "actor" else UPDATE_CRITIC})
-        models, tokens = self._config.models, self._tokens
+        models, (tokens, responses) = self._config.models, self._update_shares
         activations = shape.activation_bytes(
-            tokens, self._dtype_bytes, checkpointing=models.gradient_checkpointing, repeats_keys=_repeats_keys(models)
+            tokens,
+            self._dtype_bytes,
+            checkpointing=models.gradient_checkpointing,
+            repeats_keys=repeats_keys(models.attention),
         )
         has_entropy, backend = self._config.update.entropy_coef != 0, self._machine.backend
-        head = head_bytes(shape, self._response_tokens, backend=backend, backward=True, has_entropy=has_entropy)
+        head = head_bytes(shape, responses, backend=backend, backward=True, has_entropy=has_entropy)
         backward = max(head, shape.transient_bytes(tokens, self._dtype_bytes))
         step = max(0, part.step - activations - backward - part.reduction)
         sizes = {
@@ -392,9 +398,3 @@ class _Planner:
             "optimizer step": step,
         }
         return [Row(name=f"{name} {what}", num_bytes=size, phases=here) for what, size in sizes.items()]
-
-
-def _repeats_keys(models: ModelsConfig) -> bool:
-    """Return whether attention gets keys repeated for every head; flash-attn, set or found here, does not."""
-    has_flash = importlib.util.find_spec("flash_attn") is not None
-    return models.attention != "flash_attention_2" and not (models.attention == "auto" and has_flash)

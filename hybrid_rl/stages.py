@@ -12,6 +12,7 @@ from hybrid_rl import score as scoring
 from hybrid_rl.average import MovingReference
 from hybrid_rl.batch import Prompt, Rollout, TrainBatch, make_train_batch
 from hybrid_rl.build import Run
+from hybrid_rl.footprint import forward_tokens
 from hybrid_rl.judge import Scored
 from hybrid_rl.models import choose_dtype
 from hybrid_rl.rewards import ScorerPool
@@ -98,7 +99,7 @@ def refresh_reference(run: Run, step: int) -> None:
 def score(run: Run, scored: Scored) -> tuple[TrainBatch, Metrics, Metrics]:
     """Return the batch ready for the updates, this rank's sums of what went into it, and metrics of all ranks."""
     config, world, actor, critic = run.config, run.batch_world, run.actor, run.critic
-    packing = scoring.Packing(max_tokens=config.update.micro_batch_tokens, world=world)
+    packing = scoring.Packing(max_tokens=forward_tokens(config.update), world=world)
     temperature, max_tokens = config.rollout.temperature, config.rollout.max_response_tokens
     batch = judging.add_rewards(
         scored, config.reward, max_response_tokens=max_tokens, world=world, normalizer=run.normalizer

@@ -179,29 +179,19 @@ class Client:
         self.call("finish_weight_update")
 
 
-def bench_packed(bench: Bench, trainer: Trainer, folder: str) -> None:
+def bench_packed(bench: Bench, trainer: Trainer, engine: VllmEngine) -> None:
     """Time vLLM's own packed IPC transfer, whichever of its interfaces this version has."""
-    way = "vLLM's packed IPC"
-    try:
-        from vllm.config.weight_transfer import WeightTransferConfig
-        from vllm.distributed.weight_transfer import ipc_engine
+    from vllm.distributed.weight_transfer import ipc_engine
 
-        engine = start(folder, bench.world, transfer={"weight_transfer_config": WeightTransferConfig(backend="ipc")})
-    except Exception as error:
-        bench.missing.append(f"{way}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
-        return
-    client = Client(engine)
-    try:
-        if hasattr(ipc_engine, "IPCTrainerWeightTransferEngine"):
-            source = list(trainer.weights.items())
-            sender = ipc_engine.IPCTrainerWeightTransferEngine(client=client, source=source, packed=True)
-            client.init_weight_transfer_engine({"packed": True})
-            bench.time(way, sender.send_weights)
-        else:
-            client.init_weight_transfer_engine({})
-            bench.time(way, lambda: _send_packed(ipc_engine, client, trainer))
-    finally:
-        engine.close()
+    way, client = "vLLM's packed IPC", Client(engine)
+    if hasattr(ipc_engine, "IPCTrainerWeightTransferEngine"):
+        source = list(trainer.weights.items())
+        sender = ipc_engine.IPCTrainerWeightTransferEngine(client=client, source=source, packed=True)
+        client.init_weight_transfer_engine({"packed": True})
+        bench.time(way, sender.send_weights)
+    else:
+        client.init_weight_transfer_engine({})
+        bench.time(way, lambda: _send_packed(ipc_engine, client, trainer))
 
 
 def _send_packed(ipc_engine: Any, client: Client, trainer: Trainer) -> None:
@@ -214,8 +204,22 @@ def _send_packed(ipc_engine: Any, client: Client, trainer: Trainer) -> None:
     client.finish_weight_update()
 
 
-def measure(bench: Bench, shape: dict[str, int]) -> None:
-    """Run everything: the engine that shares first, then the one that gets copies."""
+def bench_others(bench: Bench, trainer: Trainer, folder: str) -> VllmEngine:
+    """Time the ways of others; return their engine.
+
+    After 14,000 handles torch 2.11 ends this process with a segmentation fault when the engine closes, so the handles
+    come last, and the engine is closed when the table is written.
+    """
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    engine = start(folder, bench.world, transfer={"weight_transfer_config": WeightTransferConfig(backend="ipc")})
+    bench_packed(bench, trainer, engine)
+    bench_handles(bench, trainer, engine)
+    return engine
+
+
+def measure(bench: Bench, shape: dict[str, int]) -> VllmEngine | None:
+    """Run everything: the engine that shares first, then the one that gets copies; return one that is to be closed."""
     world = bench.world
     config = Qwen2Config(**shape, tie_word_embeddings=True, eos_token_id=0, pad_token_id=0, bos_token_id=None)
     config.architectures = ["Qwen2ForCausalLM"]
@@ -245,11 +249,8 @@ def measure(bench: Bench, shape: dict[str, int]) -> None:
         engine = start(folder, world)
         bench_ours(bench, trainer, engine, copy(1 << 30), "copy, bucket of 1 GiB")
         bench_ours(bench, trainer, engine, copy(1 << 40), "copy, bucket of the model")
-        if world.device.type == "cuda":
-            bench_handles(bench, trainer, engine)
         engine.close()
-        if world.device.type == "cuda":
-            bench_packed(bench, trainer, folder)
+        return bench_others(bench, trainer, folder) if world.device.type == "cuda" else None
 
 
 def main() -> None:
@@ -265,7 +266,7 @@ def main() -> None:
     if world.device.type != args.device:
         parser.error(f"--device {args.device}: this machine has {world.device.type}")
     bench = Bench(world=world, repeats=args.repeats)
-    measure(bench, TINY if args.tiny else SHAPE)
+    engine = measure(bench, TINY if args.tiny else SHAPE)
     import vllm
 
     card = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
@@ -275,7 +276,9 @@ def main() -> None:
     for row in bench.rows:
         print(f"{row.way:45} {row.first_ms:10.2f} {row.ms:10.3f} {row.floors:8.2f}")
     for line in bench.missing:
-        print("did not run:", line)
+        print("did not run:", line, flush=True)
+    if engine:
+        engine.close()
 
 
 if __name__ == "__main__":

@@ -183,9 +183,11 @@ def test_a_step_takes_what_is_planned(measured, shape, monkeypatch, stage, dtype
         assert 0.99 * least <= between <= 1.01 * most
         assert peak == pytest.approx(real, rel=0.1)
     else:
-        # How long a bucket or a prefetch lives depends on when two ranks meet: under load, with three busy loops on
-        # these two cores, five runs gave 0.81 to 1.06 of `most` and 0.78 to 1.03 of the peak.
-        assert 0.99 * least <= between <= 1.1 * most
+        # How long a bucket or a prefetch lives depends on when two ranks meet: gloo's thread may hold a bucket of ZeRO
+        # 1 and 2 beyond the step, unseen by the profiler. Under load, with three busy loops on these two cores, five
+        # runs gave 0.81 to 1.06 of `most` with it and 0.78 to 1.03 of the peak.
+        held = (2 if dtype == "bfloat16" else 4) + 4 if stage in (1, 2) else 0
+        assert 0.99 * least <= between <= 1.1 * (most + held * BUCKET)
         assert 0.75 * peak <= real <= 1.1 * peak
 
 
@@ -237,11 +239,14 @@ def test_ranks_that_share_tokens_hold_their_part_by_hand():
         rollout=RolloutConfig(max_response_tokens=8),
         update=UpdateConfig(micro_batch_tokens=40),
     )
-    assert micro_batch_shares(config, num_sequences=9) == (40, 32)
-    assert micro_batch_shares(config, num_sequences=3) == (30, 24)
+    assert micro_batch_shares(config, num_sequences=9, max_tokens=40) == (40, 32)
+    assert micro_batch_shares(config, num_sequences=3, max_tokens=40) == (30, 24)
     shared = dataclasses.replace(config, update=UpdateConfig(micro_batch_tokens=40, sequence_parallel_size=3))
-    assert micro_batch_shares(shared, num_sequences=9) == (14, 14)  # 13.3, and all of them may predict a response
-    assert micro_batch_shares(shared, num_sequences=1) == (4, 4)
+    assert micro_batch_shares(shared, num_sequences=9, max_tokens=40) == (
+        14,
+        14,
+    )  # 13.3, and all of them may predict a response
+    assert micro_batch_shares(shared, num_sequences=1, max_tokens=40) == (4, 4)
 
 
 def test_the_bucket_is_the_engines():

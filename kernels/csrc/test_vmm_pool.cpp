@@ -81,8 +81,10 @@ void contents_and_addresses_return() {
 void dropped_contents_cost_nothing() {
   House house;
   house.add("gradients", Policy::kDrop, 8 * kMib);
+  fake::take_log();
   CHECK(house.release("gradients").out == 0 && fake::used() == 0 && fake::pinned() == 0);
   CHECK(house.restore("gradients").in == 0 && fake::used() == 8 * kMib);
+  CHECK((fake::take_log() == Log{"synchronize", "unmap", "synchronize", "map"}));  // in one piece, not in four chunks
 }
 
 void copy_once_copies_again_only_when_told() {
@@ -133,7 +135,7 @@ void out_of_memory_leaves_a_region_released() {
   House house(5 * kChunk);
   Address address = house.add("actor", Policy::kCopy, 3 * kChunk, 3);
   house.release("actor");
-  house.add("kv", Policy::kDrop, 3 * kChunk);
+  house.add("kv", Policy::kCopy, 3 * kChunk);
   Failure failure = failure_of([&] { house.restore("actor"); });
   CHECK(failure.status == Status::kOutOfMemory && says(failure, "region actor"));
   CHECK(failure.wanted == 3 * kChunk && failure.free == 0);

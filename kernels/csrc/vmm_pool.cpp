@@ -18,6 +18,9 @@ namespace vmm {
 namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
+// What is never copied need not move piece by piece: on an H200 the driver takes 1 ms to let the GPU see a chunk of any
+// size from 512 MiB on, of 20 GiB 36 ms in chunks of 128 MiB.
+constexpr size_t kDroppedChunk = size_t{4} << 30;
 constexpr unsigned kPinThreads = 8;
 constexpr unsigned kPortable = 1, kNonBlocking = 1, kNoTiming = 2;
 constexpr int kPinnedType = 1, kDeviceType = 1, kReadWrite = 3, kMinimum = 0;
@@ -133,10 +136,11 @@ Address Pool::allocate(const std::string& tag, size_t bytes) {
   Block block;
   block.bytes = round_up(bytes, granularity_);
   check(driver_.reserve(&block.address, block.bytes, granularity_, 0, 0), "cuMemAddressReserve", tag);
-  for (size_t at = 0; at < block.bytes; at += chunk_bytes_) {
+  const size_t unit = region.policy == Policy::kDrop ? kDroppedChunk : chunk_bytes_;
+  for (size_t at = 0; at < block.bytes; at += unit) {
     Chunk chunk;
     chunk.address = block.address + at;
-    chunk.bytes = std::min(chunk_bytes_, block.bytes - at);
+    chunk.bytes = std::min(unit, block.bytes - at);
     block.chunks.push_back(chunk);
   }
   try {

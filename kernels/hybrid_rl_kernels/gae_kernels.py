@@ -25,8 +25,10 @@ from torch import Tensor
 
 from hybrid_rl_kernels.gae_reference import Mode, Rows
 
-MAX_BLOCK = 2048
-"""Tokens that a program takes at a time, eight per thread."""
+MAX_BLOCK = 512
+"""Tokens that a program takes at a time, eight per thread.
+
+On an H200 2048 took 22 % longer for 4096 rows of 1024 tokens and 17 % for 512 of 8192; for 16384 of 512 none did."""
 
 
 @triton.jit
