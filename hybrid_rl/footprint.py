@@ -77,7 +77,7 @@ def footprint(shape: ModelShape, sharding: Sharding, *, num_trained: int) -> Foo
     float32 while they are reduced; a larger tensor takes (b + 4) times its own elements. ZeRO-3 keeps it between two
     steps; on several ranks it also keeps b min(N, 1e9) of gathered weights, and takes 2 b min(N, 5e7) for a prefetch
     and its copy. cpu_adam keeps 20 T / W on the host, master, moments, gradients twice, and up to ZeRO-2 room for the
-    largest tensor's gradient on the GPU.
+    largest tensor's gradient on the GPU; there DeepSpeed also adds up 4 T / W of gradients until the step.
 
     Args:
         num_trained: parameters that learn; with LoRA the adapters (and a value head), which come on top of the shape's.
@@ -96,7 +96,7 @@ def footprint(shape: ModelShape, sharding: Sharding, *, num_trained: int) -> Foo
         3: 4 * min(share, LIVE_ELEMENTS),
     }[stage]
     if sharding.is_on_host:
-        states, gradients, step = 0, 0, b * share
+        states, gradients, step = 0, 4 * share * (stage < 3), b * share
     is_gathering = stage == 3 and ranks > 1
     has_bucket = stage > 1 or (stage == 1 and not is_half)
     reduction = max(bucket, (b + 4) * min(shape.largest_tensor, trained)) * has_bucket

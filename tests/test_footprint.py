@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,7 @@ SHAPE = ModelShape(
     is_gated=True,
 )
 CASES = [(stage, dtype) for dtype in ("bfloat16", "float32") for stage in range(4) if (stage, dtype) != (0, "bfloat16")]
+ON_HOST = (2, "bfloat16", "cpu_adam")
 
 
 def allocated(profiler: profile) -> list[tuple[float, str | int]]:
@@ -78,7 +80,9 @@ def mark(name: str) -> None:
         pass
 
 
-def measure(folder: str, stage: int, dtype: str, world: World, engines: list[deepspeed.TrainEngine]) -> Bytes:
+def measure(
+    folder: str, stage: int, dtype: str, world: World, engines: list[deepspeed.TrainEngine], **optimizer: Any
+) -> Bytes:
     """Take two optimizer steps of two micro-batches each; the second step's parts are marked.
 
     Args:
@@ -92,7 +96,8 @@ def measure(folder: str, stage: int, dtype: str, world: World, engines: list[dee
         mark("start")
         for parameter in actor.parameters():
             parameter.data = parameter.data.clone()  # out of the file that it is mapped from
-        engine = deepspeed.TrainEngine(actor, OptimizerConfig(lr=1e-3), zero_stage=stage, total_steps=9, world=world)
+        settings = OptimizerConfig(lr=1e-3, **optimizer)
+        engine = deepspeed.TrainEngine(actor, settings, zero_stage=stage, total_steps=9, world=world)
         ids = torch.arange(NUM_TOKENS)[None]
         for step in range(2):
             mark(f"before {step}")
@@ -153,6 +158,7 @@ def main() -> None:
     deepspeed._BUCKET_ELEMENTS, world = BUCKET, join_world()
     engines: list[deepspeed.TrainEngine] = []
     found = {case: least([measure(model, *case, world, engines) for _ in range(3)]) for case in CASES}
+    found[ON_HOST] = measure(model, *ON_HOST[:2], world, engines, kind=ON_HOST[2])
     torch.save(found, folder / f"rank{rank}.pt")
 
 
@@ -189,6 +195,16 @@ def test_a_step_takes_what_is_planned(measured, shape, monkeypatch, stage, dtype
         held = (2 if dtype == "bfloat16" else 4) + 4 if stage in (1, 2) else 0
         assert 0.99 * least <= between <= 1.1 * (most + held * BUCKET)
         assert 0.75 * peak <= real <= 1.1 * peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_gradients_wait_on_the_device_for_an_optimizer_on_the_host(measured, shape, num_ranks):
+    optimizer = OptimizerConfig(kind="cpu_adam")
+    sharding = Sharding(zero_stage=2, num_ranks=num_ranks, dtype_bytes=2, optimizer=optimizer)
+    marks = measured[num_ranks][ON_HOST]
+    planned = footprint(shape, sharding, num_trained=shape.num_params).gradients
+    assert marks["backward 1"][0] - marks["step 1"][0] == pytest.approx(planned, rel=0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -230,6 +246,7 @@ def test_sharing_by_hand():
     host = dataclasses.replace(sharding, optimizer=OptimizerConfig(kind="cpu_adam"))
     part = footprint(shape, host, num_trained=1200)
     assert (part.weights, part.states, part.moved, part.host) == (2400, 0, 0, 6000)
+    assert (part.gradients, part.kept) == (1200, 1200)  # 2 x 600 of the largest tensor
 
 
 def test_ranks_that_share_tokens_hold_their_part_by_hand():
