@@ -119,6 +119,7 @@ def join_world(timeout_s: float = 1800.0) -> World:
         torch.cuda.set_device(device)
         os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed takes it for the GPU's index
     if size == 1:
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # torchrun's store is at another port
         os.environ.update(
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0"
         )

@@ -120,6 +120,7 @@ def run_colocated(
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(i) for i in range(num_ranks)]
     environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[:num_ranks])
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the run ends too
     with log.open("w") as output:
         process = subprocess.Popen(
             [*command, "--num_processes", str(num_ranks), *more],

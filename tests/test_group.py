@@ -4,6 +4,7 @@ As a program this file is one of the two ranks: python <file> <folder> <tiny>.
 """
 
 import os
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,11 +15,11 @@ import torch
 
 from hybrid_rl.bucket import SharedBucket, Slot, joint_handle, open_shared
 from hybrid_rl.config import Config, ConfigError, RolloutConfig, UpdateConfig
-from hybrid_rl.distributed import World, join_world
+from hybrid_rl.distributed import World, free_port, join_world
 from hybrid_rl.engines import Generation, Sampling
 from hybrid_rl.engines.group import GroupEngine, check_groups, lead, visible_name
 from hybrid_rl.engines.hf import HfEngine
-from hybrid_rl.engines.vllm import group_environment
+from hybrid_rl.engines.vllm import engine_environment, group_environment
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 9], [3, 4, 11], [7], [8, 8]]
@@ -213,6 +214,30 @@ def test_the_engines_processes_see_all_gpus_of_the_group():
     assert group_environment([], has_cuda=True) == {}
     assert group_environment(["3", "1"], has_cuda=True) == {"CUDA_VISIBLE_DEVICES": "3,1"}
     assert group_environment(["cpu", "cpu"], has_cuda=False) == {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+MEETS_ITSELF = """
+import datetime
+import sys
+import torch.distributed as dist
+method = f"tcp://127.0.0.1:{sys.argv[1]}"
+dist.init_process_group("gloo", init_method=method, world_size=1, rank=0, timeout=datetime.timedelta(seconds=20))
+"""
+
+
+def test_an_engine_of_a_launched_rank_meets_at_a_store_of_its_own(monkeypatch):
+    """As vLLM does on a GPU; told that the launcher serves the store, it would wait for one that is not there."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("RANK", "1")
+    with engine_environment():
+        subprocess.run([sys.executable, "-c", MEETS_ITSELF, str(free_port())], check=True, timeout=60)
+    assert (os.environ["TORCHELASTIC_USE_AGENT_STORE"], os.environ["RANK"]) == ("True", "1")
+
+
+def test_one_process_of_a_launcher_joins_itself():
+    code = "from hybrid_rl.distributed import join_world; assert join_world(20.0).sum(__import__('torch').ones(1)) == 1"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", sys.executable, "-c", code]
+    subprocess.run(command, check=True, timeout=100)
 
 
 if __name__ == "__main__":

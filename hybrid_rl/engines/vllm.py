@@ -22,7 +22,6 @@ _DEFAULTS = {
     "PYTHONWARNINGS": "ignore::FutureWarning",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # the trainer may have initialised CUDA
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
 # Without it the first generation waits 28 s on two cores for a C++ compiler, to speed up one counting function.
@@ -54,8 +53,10 @@ def engine_environment(gpus: Sequence[str] = ()) -> Iterator[None]:
     """Set what an engine process must inherit while it is started, then put everything back; see group_environment."""
     before = dict(os.environ)
     try:
-        for name in _RANK_VARIABLES:  # the trainer's ranks are not the engine's
-            os.environ.pop(name, None)
+        # The trainer's ranks are not the engine's. Told that torch's agent serves the store, the engine would wait for
+        # one at a port of its own choice that nobody serves.
+        for name in [name for name in os.environ if name in _RANK_VARIABLES or name.startswith("TORCHELASTIC_")]:
+            del os.environ[name]
         for name in _ALLOCATOR_VARIABLES:
             if name in os.environ:
                 os.environ[name] = without_expandable_segments(os.environ[name])
