@@ -96,7 +96,7 @@ def footprint(shape: ModelShape, sharding: Sharding, *, num_trained: int) -> Foo
         3: 4 * min(share, LIVE_ELEMENTS),
     }[stage]
     if sharding.is_on_host:
-        states, gradients, step = 0, 4 * share * (stage < 3), b * share
+        states, gradients, step = (0, 4 * share, 0) if stage < 3 else (0, 0, b * share)
     is_gathering = stage == 3 and ranks > 1
     has_bucket = stage > 1 or (stage == 1 and not is_half)
     reduction = max(bucket, (b + 4) * min(shape.largest_tensor, trained)) * has_bucket

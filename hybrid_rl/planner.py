@@ -260,11 +260,13 @@ class _Planner:
         for name in ("actor", "critic"):
             part = self.engine(name)
             if part:
-                states = self._tenant(f"{name}_states", part.states, out=part.moved, back=part.moved)
-                rows[f"{name}_states"] = replace(states, host_bytes=states.host_bytes + part.host)
-                rows[f"{name} buckets"] = Row(name=f"{name} buckets", num_bytes=part.kept)
-                parameters = f"{name}_parameters"
-                rows[parameters] = self._tenant(parameters, part.weights, out=part.weights, back=part.weights)
+                parts = [
+                    self._tenant(f"{name}_states", part.states, out=part.moved, back=part.moved),
+                    Row(name=f"{name} optimizer on the host", num_bytes=0, host_bytes=part.host),
+                    Row(name=f"{name} buckets", num_bytes=part.kept),
+                    self._tenant(f"{name}_parameters", part.weights, out=part.weights, back=part.weights),
+                ]
+                rows |= {row.name: row for row in parts}
         return rows
 
     def _tenant(self, name: str, num_bytes: int, *, out: int = 0, back: int = 0) -> Row:
@@ -309,10 +311,8 @@ class _Planner:
         rows = [row.kept() if name in stays else row for name, row in tenants.items()]
         for name, row in tenants.items():
             if self._config.memory.swap == "deepspeed" and name.endswith("_states") and name not in stays:
-                away = frozenset({SYNC, ROLLOUT})
-                rows.append(
-                    Row(name=f"{name} fragments", num_bytes=int(DEEPSPEED_LEFTOVER * row.out_bytes), phases=away)
-                )
+                size = int(DEEPSPEED_LEFTOVER * row.out_bytes)
+                rows.append(Row(name=f"{name} fragments", num_bytes=size, phases=frozenset({SYNC, ROLLOUT})))
         return rows
 
     def by_cost(self, tenants: Mapping[str, Row]) -> list[frozenset[str]]:

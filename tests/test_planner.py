@@ -15,6 +15,7 @@ from hybrid_rl.config import (
     LoraConfig,
     MemoryConfig,
     ModelsConfig,
+    OptimizerConfig,
     PromptsConfig,
     RewardConfig,
     RolloutConfig,
@@ -274,3 +275,13 @@ def test_a_cpu_run_is_planned_without_bounds(tiny):
     assert found.sized(config).rollout.kv_cache_memory_bytes == GIB
     kept = replace(config, rollout=RolloutConfig(kv_cache_memory_bytes=5))
     assert found.sized(kept) == kept
+
+
+@pytest.mark.parametrize("swap", ["auto", "vmm", "off"])
+def test_an_optimizer_on_the_host_is_there_wherever_all_else_stays(folders, swap):
+    config = make_config(folders, "1b", memory={"swap": swap}, update={"actor": OptimizerConfig(kind="cpu_adam")})
+    found = plan(config, machine(200))
+    num_params = read_shapes(config).actor.num_params
+    assert row(found, "actor optimizer on the host").host_bytes == 20 * num_params
+    assert row(found, "actor gradients").num_bytes == 4 * num_params
+    assert found.host_bytes >= 20 * num_params and not [r for r in found.rows if r.name == "actor_states"]
