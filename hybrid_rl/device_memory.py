@@ -8,6 +8,8 @@ import torch
 from hybrid_rl.metrics import Timeline
 from hybrid_rl_kernels.vmm_pool import released_bytes
 
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Where PyTorch reads its allocator's settings, under the old name and the new one."""
 OWN_CONTEXT_BYTES = 1 << 30
 """At most what this process itself holds before it loads anything: an estimate, to tell it from what others hold."""
 
@@ -37,16 +39,22 @@ def available_bytes(device: torch.device) -> int:
     return min(total, free + OWN_CONTEXT_BYTES)
 
 
+def without_expandable_segments(value: str) -> str:
+    """Return an allocator setting of PyTorch without expandable_segments."""
+    return ",".join(part for part in value.split(",") if part.strip().split(":")[0].strip() != "expandable_segments")
+
+
 def grow_segments(device: torch.device, *, is_on: bool) -> None:
     """Say whether PyTorch extends what it takes of the GPU from now on in place, as neighbours are wanted.
 
     Off while a run is built: memory that the engine's process opens must be one allocation of the driver. On for the
     phases: gradients that lie where activations were would else leave pieces that no activation fits in. (Tensors in a
-    VmmPool have an allocator of their own.)
+    VmmPool have an allocator of their own.) What else the user has set for the allocator stays.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{is_on}")
+        others = [without_expandable_segments(os.environ.get(name, "")) for name in ALLOCATOR_VARIABLES]
+        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [*others, f"expandable_segments:{is_on}"])))
 
 
 class DeviceMemory:

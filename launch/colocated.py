@@ -150,6 +150,8 @@ def launch(config: Config, num_processes: int | None) -> None:
     if num_processes == 1:
         run_rank(config)
         return
+    # torch's agent would give each rank one thread, with which an optimizer on the host takes minutes.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_processes)))
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 

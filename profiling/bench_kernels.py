@@ -55,7 +55,7 @@ class Row:
     workspace_mib: float = float("nan")
     """Peak memory beyond inputs and results."""
     max_error: float = float("nan")
-    """Of log-probs, against float64 on the same inputs."""
+    """Of log-probs, or advantages, against float64 on the same inputs."""
     mean_error: float = float("nan")
 
 
@@ -304,11 +304,18 @@ def gae_rows(shape: tuple[int, int], clock: Clock, only: str) -> Iterator[Row]:
     functions: dict[str, Run] = {"ours": ours, "ours, whitened": whitened, "copy": lambda: target.copy_(source)}
     times = clock.medians({k: f for k, f in functions.items() if only in k or k == "copy"}, cold=True)
     few = Clock(device=clock.device, repeats=3)
-    times |= few.medians({"Python loop": lambda: reference.gae(rewards, values, mask, 0.99, 0.95)})
+    functions["Python loop"] = lambda: reference.gae(rewards, values, mask, 0.99, 0.95)
+    times |= few.medians({"Python loop": functions["Python loop"]})
+    exact = reference.gae(rewards.double(), values.double(), mask, 0.99, 0.95)
+    centred = exact - exact[mask].mean()
+    expected = {"ours": exact, "Python loop": exact, "ours, whitened": centred / exact[mask].std(correction=0)}
     bandwidth = 2 * source.numel() / times.pop("copy")
     per_token = {"ours": 13, "Python loop": 13, "ours, whitened": 13 + 4 + 9}  # bytes that must move
     for key, ms in times.items():
-        yield Row(shape=f"{B}x{T}", phase="gae", provider=key, ms=ms, ratio=per_token[key] * B * T / ms / bandwidth)
+        errors = (functions[key]() - expected[key])[mask].abs()
+        ratio = per_token[key] * B * T / ms / bandwidth
+        yield Row(shape=f"{B}x{T}", phase="gae", provider=key, ms=ms, ratio=ratio, max_error=float(errors.max()),
+                  mean_error=float(errors.mean()))  # fmt: skip
 
 
 def environment(device: str) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from hybrid_rl.device_memory import grow_segments
 from hybrid_rl.memory import FrozenModule, MemoryManager, Phase, PhaseError, Resident
 from hybrid_rl.metrics import Timeline
 from hybrid_rl.trainer import RESIDENCY
@@ -273,3 +274,25 @@ def test_frozen_module_that_was_written_to_is_copied_out_anew(device):
     tenant.parameters()["weight"].fill_(5.0)  # as a checkpoint does that is read while the module is away
     tenant.restore()
     assert module.weight.tolist() == [[5.0, 5.0]]
+
+
+@pytest.mark.parametrize(
+    "name, value, kept",
+    [
+        ("PYTORCH_ALLOC_CONF", "", ""),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:False,max_split_size_mb:512", "max_split_size_mb:512,"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512, expandable_segments:True", "max_split_size_mb:512,"),
+    ],
+)
+def test_segments_grow_beside_what_the_user_has_set(monkeypatch, name, value, kept):
+    given: list[str] = []
+    take = torch._C._accelerator_setAllocatorSettings
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda text: (take(text), given.append(text)))
+    for other in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, value)
+    grow_segments(torch.device("cpu"), is_on=True)
+    assert given == []
+    for is_on in (True, False):
+        grow_segments(torch.device("cuda"), is_on=is_on)
+    assert given == [f"{kept}expandable_segments:True", f"{kept}expandable_segments:False"]

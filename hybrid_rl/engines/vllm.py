@@ -13,9 +13,9 @@ import torch
 
 from hybrid_rl.bucket import SharedWeights, Slot
 from hybrid_rl.config import RolloutConfig
+from hybrid_rl.device_memory import ALLOCATOR_VARIABLES, without_expandable_segments
 from hybrid_rl.engines import Generation, Region, Sampling
 
-_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # a start prints thirty warnings that ask nothing of the user
@@ -29,11 +29,6 @@ _CPU_DEFAULTS = {"TORCH_COMPILE_DISABLE": "1"}
 _TAGS = ("weights", "kv_cache")
 LOAD_FORMAT = "hybrid_rl_shared"
 """Name under which vllm_worker.py registers the loader that binds the weights to the trainer's."""
-
-
-def without_expandable_segments(value: str) -> str:
-    """Return an allocator setting of PyTorch without expandable_segments, which sleep mode cannot live with."""
-    return ",".join(part for part in value.split(",") if part.strip().split(":")[0].strip() != "expandable_segments")
 
 
 def group_environment(gpus: Sequence[str], *, has_cuda: bool) -> dict[str, str]:
@@ -57,7 +52,7 @@ def engine_environment(gpus: Sequence[str] = ()) -> Iterator[None]:
         # one at a port of its own choice that nobody serves.
         for name in [name for name in os.environ if name in _RANK_VARIABLES or name.startswith("TORCHELASTIC_")]:
             del os.environ[name]
-        for name in _ALLOCATOR_VARIABLES:
+        for name in ALLOCATOR_VARIABLES:
             if name in os.environ:
                 os.environ[name] = without_expandable_segments(os.environ[name])
         os.environ["HYBRID_RL_TRAINER_PID"] = str(os.getpid())

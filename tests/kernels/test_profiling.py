@@ -29,6 +29,8 @@ def test_the_table_has_every_phase_and_the_right_values(tmp_path):
     forward = {row["provider"]: row for row in rows if row["phase"] == "forward"}
     assert set(forward) == {"ours fused", "ours chunked", "reference", "torch, full logits"}
     assert all(float(row["max_error"]) < 1e-5 for row in forward.values())
+    gae = {row["provider"]: float(row["max_error"]) for row in rows if row["phase"] == "gae"}
+    assert set(gae) == {"ours", "ours, whitened", "Python loop"} and max(gae.values()) < 1e-5
     assert all(float(row["ms"]) > 0 for row in rows)
     assert (tmp_path / "kernels.png").stat().st_size > 1000
     assert "liger_kernel is not installed" in printed
