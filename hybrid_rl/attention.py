@@ -88,6 +88,15 @@ def choose_attention(
     return next(name for name, ok in supported.items() if ok and there[name])
 
 
+PACKED = ("varlen", "flash_attention_2")
+"""Implementations that are told where sequences end; the others compute, and mask, every pair of tokens in a pack."""
+
+
+def packs_freely(setting: str, *, is_gpu: bool) -> bool:
+    """Return whether a token costs the same in a pack of any size, as far as a setting says."""
+    return is_gpu and setting in ("auto", *PACKED)
+
+
 def repeats_keys(setting: str) -> bool:
     """Return whether attention gets keys repeated for every head; flash-attn, set or found here, does not."""
     is_found = setting == "auto" and importlib.util.find_spec("flash_attn") is not None
@@ -97,7 +106,7 @@ def repeats_keys(setting: str) -> bool:
 def packing_arguments(model: PreTrainedModel, cu_seqlens: Tensor, max_length: int, num_tokens: int) -> dict[str, Any]:
     """Return what a model must be told, beside position ids, so that each packed sequence sees only itself."""
     implementation = model.config._attn_implementation
-    if implementation in ("varlen", "flash_attention_2"):
+    if implementation in PACKED:
         return {
             "cu_seq_lens_q": cu_seqlens,
             "cu_seq_lens_k": cu_seqlens,

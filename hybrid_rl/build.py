@@ -290,7 +290,8 @@ class Builder:
             path, field, sharers = config.models.reward, "models.reward", self._sharers
             module = self._shared(field, path, load_value_model(path, config.models, world.device, field=field))
             self.frozen("reward_model", module)
-            packing = Packing(max_tokens=forward_tokens(config.update), world=batch_world)
+            max_tokens = forward_tokens(config.update, is_free=module.packs_freely)
+            packing = Packing(max_tokens=max_tokens, world=batch_world)
 
             def model(rollouts: Sequence[Rollout]) -> Tensor:
                 if data.reward_tokenizer is not None:

@@ -115,13 +115,14 @@ def footprint(shape: ModelShape, sharding: Sharding, *, num_trained: int) -> Foo
     )
 
 
-def forward_tokens(update: UpdateConfig) -> int:
-    """Return the tokens of a pack of SCORE: four micro-batches, for a forward without gradient keeps nothing.
+def forward_tokens(update: UpdateConfig, *, is_free: bool) -> int:
+    """Return the tokens of a pack of SCORE: four micro-batches where packing is free, see attention.packs_freely.
 
-    Kernels are launched as often for more tokens: log-probs of 1.5B parameters on an H200 took 88 thousand tokens a
-    second in packs of 8192 and 122 thousand in packs of 32768 (profiling/bench_update.py).
+    A forward without gradient keeps nothing, and kernels are launched as often for more tokens: log-probs of 1.5B
+    parameters on an H200 took 88 thousand tokens a second in packs of 8192, 122 thousand in packs of 32768
+    (profiling/bench_update.py). Where every pair of tokens is computed, a larger pack costs more.
     """
-    return 4 * update.micro_batch_tokens
+    return (4 if is_free else 1) * update.micro_batch_tokens
 
 
 def micro_batch_shares(config: Config, *, num_sequences: int, max_tokens: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hybrid_rl.attention import packing_arguments
+from hybrid_rl.attention import PACKED, packing_arguments
 from hybrid_rl.batch import Packed
 from hybrid_rl.config import ModelsConfig, check
 from hybrid_rl.distributed import World
@@ -92,6 +92,11 @@ class PackedModel(nn.Module):
         """Whether sequences are laid out in rows of equal length on their way through the model."""
         self.ranks: World | None = None
         """The ranks that share each micro-batch's tokens, see sequence_parallel.py; None runs all of them here."""
+
+    @property
+    def packs_freely(self) -> bool:
+        """Whether a token costs the same in a pack of any size."""
+        return not self.is_padded and self.model.config._attn_implementation in PACKED
 
     def arguments(
         self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_length: int

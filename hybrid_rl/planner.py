@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from hybrid_rl.attention import repeats_keys
+from hybrid_rl.attention import packs_freely, repeats_keys
 from hybrid_rl.bucket import bucket_bytes, plan_buckets
 from hybrid_rl.config import Config
 from hybrid_rl.footprint import Footprint, Sharding, footprint, forward_tokens, head_bytes, micro_batch_shares
@@ -188,8 +188,7 @@ def make_plan(config: Config, machine: Machine, shapes: Shapes, residency: Mappi
     tenants = planner.tenants()
     others = [*planner.contexts(), *planner.score(), *planner.update("actor"), *planner.update("critic")]
     stays = frozenset[str]()
-    kv = planner.kv_row([*planner.settle(tenants, stays), *others])
-    tenants["engine_kv_cache"] = kv
+    tenants["engine_kv_cache"] = kv = planner.kv_row([*planner.settle(tenants, stays), *others])
     if config.memory.swap == "auto":
         for group in planner.by_cost(tenants):
             more = stays | group
@@ -234,9 +233,10 @@ class _Planner:
         sequences, size = -(-config.responses_per_step // machine.num_ranks), config.rollout.tensor_parallel_size
         self.wave = min(size * sequences, config.rollout.max_num_seqs * machine.engines_per_gpu)
         sharers = config.update.sequence_parallel_size * config.update.tensor_parallel_size
+        is_free = packs_freely(config.models.attention, is_gpu=machine.backend == "triton")
         self._forward_shares, self._update_shares = (
             micro_batch_shares(config, num_sequences=sharers * sequences, max_tokens=max_tokens)
-            for max_tokens in (forward_tokens(config.update), config.update.micro_batch_tokens)
+            for max_tokens in (forward_tokens(config.update, is_free=is_free), config.update.micro_batch_tokens)
         )
         dtype = torch.float32 if self._dtype_bytes == 4 else torch.bfloat16
         self._actor_tensors = [(name, shape, dtype) for name, shape in shapes.actor.tensors]

@@ -99,7 +99,8 @@ def refresh_reference(run: Run, step: int) -> None:
 def score(run: Run, scored: Scored) -> tuple[TrainBatch, Metrics, Metrics]:
     """Return the batch ready for the updates, this rank's sums of what went into it, and metrics of all ranks."""
     config, world, actor, critic = run.config, run.batch_world, run.actor, run.critic
-    packing = scoring.Packing(max_tokens=forward_tokens(config.update), world=world)
+    is_free = all(trainer.module.packs_freely for trainer in (actor, critic) if trainer)
+    packing = scoring.Packing(max_tokens=forward_tokens(config.update, is_free=is_free), world=world)
     temperature, max_tokens = config.rollout.temperature, config.rollout.max_response_tokens
     batch = judging.add_rewards(
         scored, config.reward, max_response_tokens=max_tokens, world=world, normalizer=run.normalizer

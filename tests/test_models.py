@@ -407,6 +407,15 @@ def test_values_of_other_families_packed_are_alone(tiny, tmp_path, batch, name):
     torch.testing.assert_close(scores, expected[rows], atol=1e-5, rtol=0)
 
 
+def test_a_pack_may_grow_where_no_mask_spans_it(tiny):
+    actor = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
+    assert not actor.packs_freely  # SDPA, with a mask over every pair of tokens
+    actor.model.config._attn_implementation = "varlen"
+    assert actor.packs_freely
+    actor.is_padded = True
+    assert not actor.packs_freely
+
+
 @torch.no_grad()
 def test_every_family_loads_in_bfloat16(family, batch):
     """What is proved while loading tells rounding from a mistake: all are laid out as in float32."""

@@ -285,3 +285,14 @@ def test_an_optimizer_on_the_host_is_there_wherever_all_else_stays(folders, swap
     assert row(found, "actor optimizer on the host").host_bytes == 20 * num_params
     assert row(found, "actor gradients").num_bytes == 4 * num_params
     assert found.host_bytes >= 20 * num_params and not [r for r in found.rows if r.name == "actor_states"]
+
+
+@pytest.mark.parametrize(
+    "attention, backend, factor",
+    [("auto", "triton", 4), ("varlen", "triton", 4), ("sdpa", "triton", 1), ("auto", "reference", 1)],
+)
+def test_score_takes_larger_packs_where_they_cost_no_more(folders, attention, backend, factor):
+    config = make_config(folders, "1b", models={"attention": attention})
+    found = plan(config, Machine(gpu_memory_bytes=80 * GIB, num_gpus=1, backend=backend))
+    # Tokens of 2 x 2 H + 3 x 2 I bytes, H 2048 and I 8192.
+    assert row(found, "activations").num_bytes == factor * 8192 * (4 * 2048 + 6 * 8192)

@@ -17,7 +17,7 @@ SCHEDULES = {
     "constant": "constant",
     "constant_with_warmup": "constant",
 }
-TOKENS = "forwards are packed up to update.micro_batch_tokens, and the result does not depend on it"
+TOKENS = "forwards are packed by update.micro_batch_tokens, and the result does not depend on it"
 MUON = "AdamW is the only optimizer"
 
 REWARD = (

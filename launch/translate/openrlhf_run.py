@@ -5,7 +5,7 @@ from launch.translate.openrlhf_rules import estimator, is_colocated, is_function
 
 ONE_POOL = "every GPU holds a share of every model, one process per visible GPU; CUDA_VISIBLE_DEVICES chooses them"
 ALL_ENGINES = "every GPU has its engine, or its part of one that rollout.tensor_parallel_size GPUs share"
-TOKENS = "forwards are packed up to update.micro_batch_tokens, and the result does not depend on it"
+TOKENS = "forwards are packed by update.micro_batch_tokens, and the result does not depend on it"
 OFTEN = "metrics.jsonl has a row per step, always"
 NO_IMAGES = "models read text only"
 FROZEN = "memory.swap moves frozen models to the host between their phases"
