@@ -54,11 +54,12 @@ class Row:
 
 
 def milliseconds(function: Callable[[], object]) -> float:
-    """Return how long a function takes, the GPU's work included."""
-    torch.cuda.synchronize()
+    """Return how long a function takes, the work of a GPU included."""
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    synchronize()
     start = time.perf_counter()
     function()
-    torch.cuda.synchronize()
+    synchronize()
     return (time.perf_counter() - start) * 1e3
 
 

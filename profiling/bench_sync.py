@@ -12,7 +12,6 @@ import os
 import pickle
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_memory import milliseconds
 from colocated_run import write_csv
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -32,6 +32,7 @@ from hybrid_rl.metrics import Timeline
 from hybrid_rl.sync import AliasSync, CopySync
 
 HERE = Path(__file__).parent
+PACKED = "vLLM's packed IPC"
 SHAPE = {"vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28}
 SHAPE |= {"num_attention_heads": 12, "num_key_value_heads": 2}
 TINY = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -88,24 +89,18 @@ class Bench:
 
     def time(self, way: str, push: Callable[[], object]) -> None:
         """Add a row; a way that fails is noted and left out."""
-        times = []
         try:
-            for _ in range(self.repeats + 1):
-                self._wait()
-                start = time.perf_counter()
-                push()
-                self._wait()
-                times.append(1e3 * (time.perf_counter() - start))
+            times = [milliseconds(push) for _ in range(self.repeats + 1)]
         except Exception as error:
-            self.missing.append(f"{way}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
-            return
+            return self.leave_out(way, error)
         median = statistics.median(times[1:])
         self.rows.append(Row(way=way, first_ms=times[0], ms=median, floors=median / self.floor_ms))
         print(f"{way}: first {times[0]:.2f} ms, then {median:.2f} ms", flush=True)
+        return None
 
-    def _wait(self) -> None:
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize()
+    def leave_out(self, way: str, error: Exception) -> None:
+        """Note a way that fails, and why."""
+        self.missing.append(f"{way}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
 
 
 def start(folder: str, world: World, **extra: Any) -> VllmEngine:
@@ -183,15 +178,15 @@ def bench_packed(bench: Bench, trainer: Trainer, engine: VllmEngine) -> None:
     """Time vLLM's own packed IPC transfer, whichever of its interfaces this version has."""
     from vllm.distributed.weight_transfer import ipc_engine
 
-    way, client = "vLLM's packed IPC", Client(engine)
+    client = Client(engine)
     if hasattr(ipc_engine, "IPCTrainerWeightTransferEngine"):
         source = list(trainer.weights.items())
         sender = ipc_engine.IPCTrainerWeightTransferEngine(client=client, source=source, packed=True)
         client.init_weight_transfer_engine({"packed": True})
-        bench.time(way, sender.send_weights)
+        bench.time(PACKED, sender.send_weights)
     else:
         client.init_weight_transfer_engine({})
-        bench.time(way, lambda: _send_packed(ipc_engine, client, trainer))
+        bench.time(PACKED, lambda: _send_packed(ipc_engine, client, trainer))
 
 
 def _send_packed(ipc_engine: Any, client: Client, trainer: Trainer) -> None:
@@ -210,10 +205,15 @@ def bench_others(bench: Bench, trainer: Trainer, folder: str) -> VllmEngine:
     After 14,000 handles torch 2.11 ends this process with a segmentation fault when the engine closes, so the handles
     come last, and the engine is closed when the table is written.
     """
-    from vllm.config.weight_transfer import WeightTransferConfig
+    try:
+        from vllm.config.weight_transfer import WeightTransferConfig
 
-    engine = start(folder, bench.world, transfer={"weight_transfer_config": WeightTransferConfig(backend="ipc")})
-    bench_packed(bench, trainer, engine)
+        engine = start(folder, bench.world, transfer={"weight_transfer_config": WeightTransferConfig(backend="ipc")})
+    except Exception as error:
+        bench.leave_out(PACKED, error)
+        engine = start(folder, bench.world)
+    else:
+        bench_packed(bench, trainer, engine)
     bench_handles(bench, trainer, engine)
     return engine
 

@@ -11,13 +11,13 @@ peaks of PyTorch's allocator: their difference is what it holds as fragments.
 import argparse
 import contextlib
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from bench_memory import milliseconds
 from colocated_run import ROOT, make_model, table, write_csv
 from torch.profiler import ProfilerActivity, profile
 
@@ -55,16 +55,6 @@ def make_batch(num: int, prompt_tokens: int, response_tokens: int, vocab_size: i
     )
 
 
-def seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return how long a function takes, the GPU's work included."""
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    synchronize()
-    start = time.perf_counter()
-    run()
-    synchronize()
-    return time.perf_counter() - start
-
-
 def peaks(device: torch.device) -> dict[str, float]:
     """Return the allocator's peaks since the last call, and forget them and what it caches."""
     if device.type == "cpu":
@@ -79,7 +69,7 @@ def trace(run: Callable[[], object], device: torch.device) -> None:
     """Print the kernels that a function's time goes to, and for how much of it the GPU works."""
     is_cuda = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as profiler:
-        wall = seconds(run, device)
+        wall = milliseconds(run) / 1e3
     rows = profiler.key_averages()
     busy = sum(row.self_device_time_total for row in rows) / 1e6
     print(rows.table(sort_by=f"self_{'cuda' if is_cuda else 'cpu'}_time_total", row_limit=40, max_name_column_width=70))
@@ -109,9 +99,9 @@ def measure(arguments: argparse.Namespace, path: str, world: World) -> Iterator[
             )
 
         for what, run, share in (("log-probs", score, 1), ("update", update, 3)):
-            first = seconds(run, world.device)
+            first = milliseconds(run) / 1e3
             peaks(world.device)
-            time_s = seconds(run, world.device)
+            time_s = milliseconds(run) / 1e3
             row = {"work": what, "micro_batch_tokens": tokens, "first_s": first, "seconds": time_s}
             row |= {"tokens_per_s": num * length / time_s, "tflops": share * flops / time_s / 1e12}
             yield row | peaks(world.device)

@@ -120,7 +120,8 @@ def run_colocated(
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(i) for i in range(num_ranks)]
     environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[:num_ranks])
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the run ends too
+    # Who ends this process ends the run too.
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with log.open("w") as output:
         process = subprocess.Popen(
             [*command, "--num_processes", str(num_ranks), *more],
@@ -135,6 +136,7 @@ def run_colocated(
             raise RunFailedError(f"no end after {timeout_s:.0f} s\n{log.read_text()[-TAIL_CHARACTERS:]}") from None
         finally:
             _end(process)
+            signal.signal(signal.SIGTERM, before)
     if code:
         raise RunFailedError(f"{' '.join(command)} ended with code {code}\n{log.read_text()[-TAIL_CHARACTERS:]}")
     return Left(folder)

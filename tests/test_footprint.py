@@ -192,7 +192,7 @@ def test_a_step_takes_what_is_planned(measured, shape, monkeypatch, stage, dtype
         # How long a bucket or a prefetch lives depends on when two ranks meet: gloo's thread may hold a bucket of ZeRO
         # 1 and 2 beyond the step, unseen by the profiler. Under load, with three busy loops on these two cores, five
         # runs gave 0.81 to 1.06 of `most` with it and 0.78 to 1.03 of the peak.
-        held = (2 if dtype == "bfloat16" else 4) + 4 if stage in (1, 2) else 0
+        held = {(1, "float32"): 8, (2, "float32"): 8, (2, "bfloat16"): 6}.get((stage, dtype), 0)
         assert 0.99 * least <= between <= 1.1 * (most + held * BUCKET)
         assert 0.75 * peak <= real <= 1.1 * peak
 
@@ -259,10 +259,8 @@ def test_ranks_that_share_tokens_hold_their_part_by_hand():
     assert micro_batch_shares(config, num_sequences=9, max_tokens=40) == (40, 32)
     assert micro_batch_shares(config, num_sequences=3, max_tokens=40) == (30, 24)
     shared = dataclasses.replace(config, update=UpdateConfig(micro_batch_tokens=40, sequence_parallel_size=3))
-    assert micro_batch_shares(shared, num_sequences=9, max_tokens=40) == (
-        14,
-        14,
-    )  # 13.3, and all of them may predict a response
+    # 13.3 tokens, and all of them may predict a response.
+    assert micro_batch_shares(shared, num_sequences=9, max_tokens=40) == (14, 14)
     assert micro_batch_shares(shared, num_sequences=1, max_tokens=40) == (4, 4)
 
 

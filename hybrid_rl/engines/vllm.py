@@ -52,7 +52,7 @@ def engine_environment(gpus: Sequence[str] = ()) -> Iterator[None]:
         # one at a port of its own choice that nobody serves.
         for name in [name for name in os.environ if name in _RANK_VARIABLES or name.startswith("TORCHELASTIC_")]:
             del os.environ[name]
-        for name in ALLOCATOR_VARIABLES:
+        for name in ALLOCATOR_VARIABLES:  # sleep mode cannot live with segments that expand
             if name in os.environ:
                 os.environ[name] = without_expandable_segments(os.environ[name])
         os.environ["HYBRID_RL_TRAINER_PID"] = str(os.getpid())

@@ -1,11 +1,34 @@
 """GPU tests: `python -m pytest -m gpu tests/gpu` on a machine with a GPU; each needs about two minutes."""
 
 import json
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def launch() -> Callable[..., Path]:
+    """Run launch/colocated.py with settings and further arguments to a good end; return the run's folder."""
+
+    def run(settings: dict[str, dict[str, Any]], *arguments: str) -> Path:
+        folder = Path(settings["run"]["dir"])
+        path = folder / "settings.yaml"
+        path.write_text(yaml.safe_dump(settings))
+        command = [sys.executable, "launch/colocated.py", "--config", str(path), *arguments]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=420)
+        assert ended.returncode == 0, (ended.stdout + ended.stderr)[-6000:]
+        return folder / settings["run"]["name"]
+
+    return run
 
 
 @pytest.fixture(scope="session")

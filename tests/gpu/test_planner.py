@@ -1,8 +1,7 @@
 """The plan against a real run of a small model: the peak of every phase within 10 % or half a GiB."""
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,13 @@ from hybrid_rl.memory import Phase
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
 
 
 @pytest.mark.parametrize("swap", ["auto", "vmm", "deepspeed", "off"])
-def test_every_phase_takes_what_was_planned(small: Path, tmp_path: Path, swap: str) -> None:
+def test_every_phase_takes_what_was_planned(
+    small: Path, tmp_path: Path, launch: Callable[..., Path], swap: str
+) -> None:
     settings = {
         "run": {"name": "plan", "dir": str(tmp_path), "num_steps": 3, "eval_every_steps": 0, "resume": "never"},
         "models": {"actor": str(small / "policy"), "reward": str(small / "reward")},
@@ -29,16 +29,12 @@ def test_every_phase_takes_what_was_planned(small: Path, tmp_path: Path, swap: s
         "memory": {"swap": swap},
         "checkpoint": {"every_steps": 0, "export": False},
     }
-    path = tmp_path / "settings.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    # A process of its own: what one leaves to the next is no part of the plan.
-    command = [sys.executable, "launch/colocated.py", "--config", str(path)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-6000:]
-    row = json.loads((tmp_path / "plan" / "metrics.jsonl").read_text().splitlines()[-1])
+    folder = launch(settings)  # a process of its own: what one leaves to the next is no part of the plan
+    assert yaml.safe_load((folder / "config.yaml").read_text())["rollout"]["kv_cache_memory_bytes"] is not None
+    row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     measured = {p.value: row[f"memory/{p.value}_peak_bytes"] for p in Phase}
     planned = {phase: peak / (1 + row[f"memory/{phase}_plan_error"]) for phase, peak in measured.items()}
-    events = json.loads((tmp_path / "plan" / "timeline.json").read_text())["traceEvents"]
+    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
     plans = [event["args"] for event in events if event["name"] == "device_memory_plan"]
     assert {round(sum(plan.values())) for plan in plans} == {round(peak) for peak in planned.values()}
     assert any(event["name"] == "device_memory" for event in events)  # what profiling/plot_memory.py draws

@@ -1,15 +1,12 @@
 """Two cards that share tokens, matrices or an engine: `pytest -m multi_gpu -s tests/gpu/test_two_cards.py`."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
 pytestmark = [
     pytest.mark.multi_gpu,
@@ -17,7 +14,6 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-ROOT = Path(__file__).parents[2]
 KV_BYTES, MIB = 2 << 30, 1 << 20
 NUM_TENSORS = 93
 """Of the small policy: 10 layers of 9, an embedding, a norm and a head."""
@@ -48,18 +44,14 @@ def settings(small: Path, folder: Path, changes: dict[str, dict[str, Any]]) -> d
 
 
 @pytest.fixture
-def train(small: Path, tmp_path: Path) -> Callable[..., Rows]:
+def train(small: Path, tmp_path: Path, launch: Callable[..., Path]) -> Callable[..., Rows]:
     """Run on two cards with some settings changed, in a folder of that name; return the rows of metrics.jsonl."""
 
     def run(name: str, **changes: dict[str, Any]) -> Rows:
         folder = tmp_path / name
         folder.mkdir()
-        path = folder / "settings.yaml"
-        path.write_text(yaml.safe_dump(settings(small, folder, changes)))
-        command = [sys.executable, "launch/colocated.py", "--config", str(path), "--num_processes", "2"]
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=420)
-        assert ended.returncode == 0, (ended.stdout + ended.stderr)[-6000:]
-        return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        left = launch(settings(small, folder, changes), "--num_processes", "2")
+        return [json.loads(line) for line in (left / "metrics.jsonl").read_text().splitlines()]
 
     return run
 
