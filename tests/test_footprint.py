@@ -1,18 +1,21 @@
 """The formulas against the allocator: real DeepSpeed engines take two steps on one and on two ranks; real heads."""
 
 import dataclasses
+import functools
 import gc
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -80,6 +83,24 @@ def mark(name: str) -> None:
         pass
 
 
+def let_go(collective: Callable[..., dist.Work | None]) -> Callable[..., dist.Work | None]:
+    """Return a collective that ends when gloo's thread has dropped its tensors: a profiler misses what that one frees.
+
+    Without it the thread was the last to hold a bucket in 5 to 20 % of all reductions.
+    """
+
+    @functools.wraps(collective)
+    def call(*args: Any, **kwargs: Any) -> dist.Work | None:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        counts = [tensor._use_count() for tensor in tensors]
+        work = collective(*args, **kwargs)
+        while work is None and any(t._use_count() > count for t, count in zip(tensors, counts, strict=True)):
+            time.sleep(0)
+        return work
+
+    return call
+
+
 def measure(
     folder: str, stage: int, dtype: str, world: World, engines: list[deepspeed.TrainEngine], **optimizer: Any
 ) -> Bytes:
@@ -120,9 +141,13 @@ def measure(
     return peaks(profiler)
 
 
-def least(runs: Sequence[Bytes]) -> Bytes:
-    """Return the least of each number: what gloo's thread frees, unseen by the profiler, only adds."""
-    return {name: (min(run[name][0] for run in runs), min(run[name][1] for run in runs)) for name in runs[0]}
+def joined(runs: Sequence[Bytes]) -> Bytes:
+    """Return the least held and the highest peak at each mark.
+
+    Prefetches of ZeRO-3 begin when two ranks meet, and of `reduce_scatter_tensor` gloo's thread frees copies of its own
+    that `let_go` can't wait for and that stay in what the profiler holds; all else is the same in each run.
+    """
+    return {name: (min(run[name][0] for run in runs), max(run[name][1] for run in runs)) for name in runs[0]}
 
 
 def planned(shape: ModelShape, stage: int, dtype: str, num_ranks: int) -> tuple[int, int, int]:
@@ -155,9 +180,14 @@ def make_folder(root: Path) -> str:
 def main() -> None:
     folder, rank = Path(sys.argv[1]), os.environ.get("RANK", "0")
     model = make_folder(folder / f"files{rank}")  # before the ranks know each other: only the first one would write
+    for name in ("all_gather_into_tensor", "all_reduce", "broadcast", "reduce", "reduce_scatter_tensor"):
+        setattr(dist, name, let_go(getattr(dist, name)))
     deepspeed._BUCKET_ELEMENTS, world = BUCKET, join_world()
     engines: list[deepspeed.TrainEngine] = []
-    found = {case: least([measure(model, *case, world, engines) for _ in range(3)]) for case in CASES}
+    found = {}
+    for stage, dtype in CASES:
+        num_runs = 3 if stage == 3 else 1
+        found[stage, dtype] = joined([measure(model, stage, dtype, world, engines) for _ in range(num_runs)])
     found[ON_HOST] = measure(model, *ON_HOST[:2], world, engines, kind=ON_HOST[2])
     torch.save(found, folder / f"rank{rank}.pt")
 
@@ -185,15 +215,13 @@ def test_a_step_takes_what_is_planned(measured, shape, monkeypatch, stage, dtype
     least, most, peak = planned(shape, stage, dtype, num_ranks)
     real = max(marks["backward 1"][1], marks["step 1"][1])
     between = marks["step 1"][0]
-    if num_ranks == 1:
+    if num_ranks == 1 or stage < 3:
         assert 0.99 * least <= between <= 1.01 * most
         assert peak == pytest.approx(real, rel=0.1)
     else:
-        # How long a bucket or a prefetch lives depends on when two ranks meet: gloo's thread may hold a bucket of ZeRO
-        # 1 and 2 beyond the step, unseen by the profiler. Under load, with three busy loops on these two cores, five
-        # runs gave 0.81 to 1.06 of `most` with it and 0.78 to 1.03 of the peak.
-        held = {(1, "float32"): 8, (2, "float32"): 8, (2, "bfloat16"): 6}.get((stage, dtype), 0)
-        assert 0.99 * least <= between <= 1.1 * (most + held * BUCKET)
+        # How long a prefetch lives depends on when two ranks meet. Under load, with three busy loops on two cores,
+        # nine runs of each type gave 0.76 to 0.95 of `most` and 0.75 to 0.87 of the peak.
+        assert 0.99 * least <= between <= 1.1 * most
         assert 0.75 * peak <= real <= 1.1 * peak
 
 
