@@ -2,13 +2,14 @@
 
 import functools
 import inspect
+import itertools
 import os
 import pickle
 import shutil
 import tempfile
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -62,8 +63,35 @@ def plan_buckets(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]], max_
             buckets.append([])
             slot = Slot(name=name, shape=tuple(shape), dtype=dtype, offset=0)
         buckets[-1].append(slot)
-        used = -(-(slot.offset + slot.nbytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        used = _aligned(slot.offset + slot.nbytes)
     return buckets
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def plan_halves(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]], num_bytes: int) -> list[list[Slot]]:
+    """Return buckets that lie in a buffer's two halves by turns: one is filled while another is copied out of.
+
+    Args:
+        num_bytes: of the buffer; a tensor larger than half of it makes the first half larger, and only where such
+            tensors outnumber the other buckets the second half, too.
+
+    Raises:
+        ValueError: see plan_buckets.
+    """
+    half = num_bytes // 2
+    plan = plan_buckets(tensors, half)
+    large = [bucket for bucket in plan if bucket_bytes([bucket]) > half]
+    small = [bucket for bucket in plan if bucket_bytes([bucket]) <= half]
+    pairs = itertools.zip_longest(large, small[: len(large)], fillvalue=())
+    order = [bucket for pair in pairs for bucket in pair if bucket] + small[len(large) :]
+    second = _aligned(bucket_bytes(order[::2]))
+    return [
+        [replace(slot, offset=slot.offset + second) for slot in bucket] if index % 2 else bucket
+        for index, bucket in enumerate(order)
+    ]
 
 
 def bucket_bytes(plan: list[list[Slot]]) -> int:

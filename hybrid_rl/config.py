@@ -318,7 +318,7 @@ class SyncConfig:
     """alias: the engine computes with the trainer's weights where they lie, so nothing moves and they exist once. copy:
     through a bucket. auto: alias where ZeRO stage, adapters and architecture allow it, else copy, and says why."""
     bucket_bytes: int = 1 << 30
-    """Size of the shared staging buffer; at least the largest tensor, at most the model."""
+    """Size of the shared staging buffer, at most the model; a tensor larger than half of it makes its half larger."""
     num_verified: int = 8
     """Tensors whose checksums are compared after each sync, in rotation; the first sync compares all."""
 

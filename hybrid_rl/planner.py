@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from hybrid_rl.attention import packs_freely, repeats_keys
-from hybrid_rl.bucket import bucket_bytes, plan_buckets
+from hybrid_rl.bucket import bucket_bytes, plan_halves
 from hybrid_rl.config import Config
 from hybrid_rl.footprint import Footprint, Sharding, footprint, forward_tokens, head_bytes, micro_batch_shares
 from hybrid_rl.layout import why_copy
@@ -337,20 +337,20 @@ class _Planner:
 
     def contexts(self) -> list[Row]:
         """Return what is there in every phase, and what the engine computes with."""
-        config = self._config
-        staging = bucket_bytes(plan_buckets(self._actor_tensors, config.sync.bucket_bytes))
+        config, plan = self._config, plan_halves(self._actor_tensors, self._config.sync.bucket_bytes)
+        largest = max(sum(slot.nbytes for slot in bucket) for bucket in plan)
         rows = [
             Row(name="trainer context", num_bytes=TRAINER_CONTEXT_BYTES),
-            Row(name="staging bucket", num_bytes=0 if self._shares_weights else staging),
+            Row(name="staging bucket", num_bytes=0 if self._shares_weights else bucket_bytes(plan)),
             Row(name="checksums", num_bytes=2 * CHECKSUM_BYTES, phases=frozenset({SYNC})),
         ]
         if config.update.tensor_parallel_size > 1 or (config.update.zero_stage == 3 and self._machine.num_ranks > 1):
-            rows.append(Row(name="gathered weights", num_bytes=staging, phases=frozenset({SYNC})))
+            rows.append(Row(name="gathered weights", num_bytes=largest, phases=frozenset({SYNC})))
         if config.rollout.engine == "vllm":
             engines, graphs = self._machine.engines_per_gpu, 0 if config.rollout.enforce_eager else GRAPHS_BYTES
-            computing = engines * self._engine_activations()
             rows.append(Row(name="engine context", num_bytes=engines * (ENGINE_CONTEXT_BYTES + graphs)))
-            rows.append(Row(name="engine activations", num_bytes=computing, phases=frozenset({ROLLOUT})))
+            activations = engines * self._engine_activations()
+            rows.append(Row(name="engine activations", num_bytes=activations, phases=frozenset({ROLLOUT})))
         return rows
 
     def _engine_activations(self) -> int:

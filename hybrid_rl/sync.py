@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from hybrid_rl.bucket import SharedBucket, bucket_bytes, checksums, plan_buckets
+from hybrid_rl.bucket import SharedBucket, bucket_bytes, checksums, plan_buckets, plan_halves
 from hybrid_rl.config import SyncConfig
 from hybrid_rl.engines import RolloutEngine
 from hybrid_rl.engines.deepspeed import TrainEngine
@@ -47,8 +47,9 @@ class Proof:
     def __init__(self, trainer: TrainEngine, engine: RolloutEngine, config: SyncConfig) -> None:
         self._trainer = trainer
         self._engine = engine
-        plan = plan_buckets(trainer.named_shapes(), config.bucket_bytes)
-        self._groups = [[slot.name for slot in bucket] for bucket in plan]  # what is gathered together under ZeRO-3
+        plan = plan_buckets(trainer.named_shapes(), config.bucket_bytes // 2)
+        # Gathered together under ZeRO-3: as much at once as by a copy.
+        self._groups = [[slot.name for slot in bucket] for bucket in plan]
         self._names = [name for group in self._groups for name in group]
         self._num_verified = config.num_verified
         self._next = 0
@@ -106,7 +107,7 @@ class Proof:
 
 
 class CopySync:
-    """Through one bucket that the engine opened once: fill, signal, copy inside the engine, acknowledge."""
+    """Through one buffer that the engine opened once: one half is filled while the engine copies out of the other."""
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class CopySync:
         self._device = device
         self._timeline = timeline
         self._proof = Proof(trainer, engine, config)
-        self._plan = plan_buckets(trainer.named_shapes(), config.bucket_bytes)
+        self._plan = plan_halves(trainer.named_shapes(), config.bucket_bytes)
         self._num_bytes = sum(slot.nbytes for bucket in self._plan for slot in bucket)
         self._bucket = SharedBucket(bucket_bytes(self._plan), device)
         self._fills = [

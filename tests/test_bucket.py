@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_rl.bucket import SharedBucket, bucket_bytes, checksum, open_shared, plan_buckets
+from hybrid_rl.bucket import SharedBucket, bucket_bytes, checksum, open_shared, plan_buckets, plan_halves
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
@@ -50,6 +50,20 @@ def test_plan_by_hand():
     assert bucket_bytes(plan) == 4000
 
 
+def test_halves_by_hand():
+    """The larger tensors lie in the first half, by turns with the others, whichever order the model has them in."""
+    sizes = {"a": 300, "b": 100, "c": 900, "d": 200, "e": 600}  # of a buffer of 1024 bytes, in halves of 512
+    plan = plan_halves([(name, (size,), torch.uint8) for name, size in sizes.items()], 1024)
+    assert [[(slot.name, slot.offset) for slot in bucket] for bucket in plan] == [
+        [("c", 0)],
+        [("a", 1024)],  # behind 900 bytes, aligned; b would end at 612 of its half
+        [("e", 0)],
+        [("b", 1024)],
+        [("d", 0)],
+    ]
+    assert bucket_bytes(plan) == 1324
+
+
 def test_slot_views_share_memory_in_their_own_dtype():
     (bucket,) = plan_buckets([("a", (3,), torch.float32), ("b", (2, 2), torch.bfloat16)], 1024)
     memory = torch.zeros(1024, dtype=torch.uint8)
@@ -81,6 +95,16 @@ def test_plan_keeps_order_and_cap_and_overlaps_nothing(tensors, max_bytes):
         assert all(slot.offset % 256 == 0 for slot in bucket)
         assert all(a.offset + a.nbytes <= b.offset for a, b in itertools.pairwise(bucket))
     assert bucket_bytes(plan) <= max(max_bytes, max(slot.nbytes for bucket in plan for slot in bucket))
+
+
+@given(st.lists(st.integers(1, 300), min_size=1), st.integers(1, 2000))
+def test_neighbours_never_overlap_and_nothing_is_lost(sizes, num_bytes):
+    plan = plan_halves([(str(i), (size,), torch.uint8) for i, size in enumerate(sizes)], num_bytes)
+    assert sorted(int(slot.name) for bucket in plan for slot in bucket) == list(range(len(sizes)))
+    places = [(min(s.offset for s in bucket), max(s.offset + s.nbytes for s in bucket)) for bucket in plan]
+    for (start, end), (next_start, next_end) in itertools.pairwise(places):
+        assert end <= next_start or next_end <= start
+    assert bucket_bytes(plan) <= 2 * max(num_bytes // 2, *sizes) + 256
 
 
 def mapped_files() -> set[str]:

@@ -58,7 +58,11 @@ class RolloutEngine(Protocol):
         ...
 
     def receive(self, index: int) -> None:
-        """Copy the plan's bucket `index`, now filled, into the weights; return when the bucket may be overwritten."""
+        """Begin to copy the plan's bucket `index`, now filled, into the weights; all that came before it is copied.
+
+        So every other bucket may be overwritten when this returns, and this one when the next call of any method does.
+        What fails in copying is raised by that next call.
+        """
         ...
 
     def finish_push(self) -> None:

@@ -129,7 +129,7 @@ class GroupEngine:
         self._ask(lambda engine: engine.open_bucket(joint, plan))
 
     def receive(self, index: int) -> None:
-        """Copy the plan's bucket `index` of every rank; return when all ranks may overwrite theirs."""
+        """Begin to copy the plan's bucket `index` of every rank; on none has one before it still to be copied."""
         self._ask(lambda engine: engine.receive(index))
 
     def finish_push(self) -> None:

@@ -5,6 +5,7 @@ import inspect
 import os
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
@@ -141,6 +142,8 @@ class VllmEngine:
                 arguments |= _shared_arguments(shared, config)
             self._llm = vllm.LLM(**arguments)
         self.weights_version = 0
+        self._thread = ThreadPoolExecutor(max_workers=1)  # waits for the engine to copy while the trainer fills
+        self._receiving: Future[Any] | None = None
         self._weights_valid = False
         self._can_sleep = can_sleep
         self._is_sharing = shared is not None
@@ -216,19 +219,31 @@ class VllmEngine:
 
     def seed(self, seed: int) -> None:
         """Seed the engine's own generator, for requests without a seed."""
-        self._llm.collective_rpc("hybrid_seed", args=(seed,))
+        self._call("hybrid_seed", seed)
 
     def open_bucket(self, handle: bytes, plan: list[list[Slot]]) -> None:
         """Map the trainer's bucket and remember what each fill of it will hold."""
-        self._llm.collective_rpc("hybrid_open_bucket", args=(pickle.dumps((handle, plan)),))
+        self._call("hybrid_open_bucket", pickle.dumps((handle, plan)))
         self._is_complete = False
 
     def receive(self, index: int) -> None:
-        """Copy the plan's bucket `index` into the weights; return when the bucket may be overwritten."""
+        """Begin to copy the plan's bucket `index` into the weights, when what came before it is copied."""
         if "weights" not in self._awake:
             raise RuntimeError("receive: the engine's weights are not on the device")
         self._weights_valid = False
-        self._llm.collective_rpc("hybrid_receive", args=(index,))
+        self._wait()
+        self._receiving = self._thread.submit(self._llm.collective_rpc, "hybrid_receive", args=(index,))
+
+    def _wait(self) -> None:
+        """Wait until the last bucket is copied."""
+        receiving, self._receiving = self._receiving, None
+        if receiving:
+            receiving.result()
+
+    def _call(self, name: str, *arguments: Any) -> list[Any]:
+        """Return what the method of each engine worker returns, when the last bucket is copied."""
+        self._wait()
+        return self._llm.collective_rpc(name, args=arguments)
 
     def finish_push(self) -> None:
         """Drop the prefix cache of older weights and count a hand-over; every engine parameter must be filled.
@@ -236,8 +251,9 @@ class VllmEngine:
         Raises:
             RuntimeError: a parameter is not filled, by name; or the cache is not dropped.
         """
+        self._wait()
         if not self._is_complete:  # where tensors go never changes
-            self._llm.collective_rpc("hybrid_check_complete")
+            self._call("hybrid_check_complete")
             self._is_complete = True
         if self._llm.reset_prefix_cache() is False:
             raise RuntimeError("the engine keeps its prefix cache of older weights: requests are still running")
@@ -246,9 +262,7 @@ class VllmEngine:
 
     def checksums(self, names: Sequence[str]) -> list[dict[str, list[tuple[Region, int]]]]:
         """Return, per engine worker and tensor, the checksum of each region of the tensor that the worker holds."""
-        return [
-            pickle.loads(m) for m in self._llm.collective_rpc("hybrid_checksums", args=(pickle.dumps(list(names)),))
-        ]
+        return [pickle.loads(m) for m in self._call("hybrid_checksums", pickle.dumps(list(names)))]
 
     def unmap(self, tag: str) -> None:
         """Give up `weights` or `kv_cache`; the memory is unmapped once both are given up, in one level-2 sleep.
@@ -274,6 +288,7 @@ class VllmEngine:
 
     def close(self) -> None:
         """Let go of the trainer's bucket, for no CUDA handle should outlive its producer, and end the process."""
+        self._thread.shutdown()
         queues: set[str] = set().union(*map(pickle.loads, self._llm.collective_rpc("hybrid_close_bucket")))
         self._llm.llm_engine.engine_core.shutdown(timeout=60.0)  # by default it is killed after 5 s
         remove_shared_memory(queues)

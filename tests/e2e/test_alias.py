@@ -37,7 +37,7 @@ class Pair:
     copies: CopySync = field(init=False)
 
     def __post_init__(self) -> None:
-        self.copies = self.make_copies(SyncConfig(mode="copy", num_verified=8))
+        self.copies = self.make_copies(SyncConfig(mode="copy", num_verified=8, bucket_bytes=16 << 10))
 
     def make_copies(self, config: SyncConfig) -> CopySync:
         self.copy_engine.weights_version = 0
@@ -169,8 +169,11 @@ def test_stale_tensor_is_named(pair: Pair, side: tuple[Any, VllmEngine], monkeyp
         victim.data = shared * 1.01
     else:
         victim.data.mul_(1.01)
-        fills = [[pair for pair in zip(*fill, strict=True) if pair[0] != VICTIM] for fill in sync._fills]
-        monkeypatch.setattr(sync, "_fills", [([n for n, _ in fill], [v for _, v in fill]) for fill in fills])
+        elsewhere = [
+            (names, [v.clone() if n == VICTIM else v for n, v in zip(names, views, strict=True)])
+            for names, views in sync._fills
+        ]
+        monkeypatch.setattr(sync, "_fills", elsewhere)
     with pytest.raises(SyncError, match=re.escape(f"tensor {VICTIM} differs between trainer and engine worker 0")):
         for _ in range(3):
             sync.push()
@@ -204,8 +207,9 @@ def test_tensor_that_the_engine_lacks_is_named(pair: Pair, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(pair.run.actor, "named_shapes", lambda: shapes)
         copies = pair.make_copies(SyncConfig(mode="copy"))
+    pair.copy_engine.receive(0)  # begins to copy; what fails is told by the next call
     with pytest.raises(Exception, match=r"model\.extra\.weight"):
-        pair.copy_engine.receive(0)
+        pair.copy_engine.finish_push()
     assert copies is not None
     pair.copies = pair.make_copies(SyncConfig(mode="copy"))
     pair.copies.push()
