@@ -141,6 +141,12 @@ def report(runs: Mapping[int, Left], arguments: argparse.Namespace) -> None:
         print("", *(f"{name}: {value:.4g}" for row in curves for name, value in row.items()), sep="\n")
 
 
+def is_finished(folder: Path, num_steps: int) -> bool:
+    """Return whether a run of so many steps ended here."""
+    path = folder / "metrics.jsonl"
+    return path.exists() and len(path.read_text().splitlines()) == num_steps
+
+
 def main() -> None:
     """Run on each number of GPUs, those that fail left out and told, and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -152,14 +158,17 @@ def main() -> None:
     parser.add_argument("--swap", default="auto", choices=["auto", "vmm", "deepspeed", "off"])
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--name", default="scaling", help="of the files under results/")
+    parser.add_argument("--reuse", action="store_true", help="read runs that an earlier call finished in --work")
     arguments, more = parser.parse_known_args()
     if arguments.steps < 2:
         parser.error(f"--steps {arguments.steps}: must be at least 2, for the first is left out")
-    paths = find_model(parser, arguments, has_reward=False)
-    runs: dict[int, Left] = {}
+    folders = {n: arguments.work / f"{arguments.name}_{n}" for n in sorted(set(arguments.gpus))}
+    runs = {n: Left(f) for n, f in folders.items() if arguments.reuse and is_finished(f, arguments.steps)}
+    paths = find_model(parser, arguments, has_reward=False) if len(runs) < len(folders) else {}
     failures = []
-    for num_gpus in sorted(set(arguments.gpus)):
-        folder = arguments.work / f"{arguments.name}_{num_gpus}"
+    for num_gpus, folder in folders.items():
+        if num_gpus in runs:
+            continue
         wanted = settings(arguments, paths, num_gpus)
         try:
             runs[num_gpus] = run_colocated(wanted, folder, num_ranks=num_gpus, more=more, timeout_s=arguments.timeout)
@@ -170,7 +179,7 @@ def main() -> None:
     for line in failures:
         print("did not run:", line, file=sys.stderr)
     if runs:
-        report(runs, arguments)
+        report(dict(sorted(runs.items())), arguments)
     sys.exit(1 if failures else 0)
 
 

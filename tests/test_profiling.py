@@ -142,6 +142,20 @@ def test_efficiency_is_against_the_fewest_gpus(tmp_path):
     assert row["reward, standard errors"] == pytest.approx(0.125 * 12**0.5)
 
 
+def test_finished_runs_are_read_again(tmp_path, monkeypatch, capsys):
+    for number, seconds in ((1, 8.0), (2, 5.0)):
+        folder = scaled(tmp_path / f"scaling_{number}", seconds, [0.0, 1.0, 0.0, 1.0]).folder
+        (folder / "environment.json").write_text('{"device": "a card"}')
+    options = ["--gpus", "2", "1", "--steps", "2", "--responses", "4", "--prompt-tokens", "14", "--reuse"]
+    monkeypatch.setattr(sys, "argv", ["", *options, "--work", str(tmp_path), "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        bench_scaling.main()
+    assert ended.value.code == 0 and "max difference reward: 0" in capsys.readouterr().out
+    environment, _, first, *_ = (tmp_path / "scaling.csv").read_text().splitlines()
+    assert environment.startswith("# device a card") and first == "1,step,8.0,10.0,1.0"
+    assert not (tmp_path / "random_1.5b").exists()
+
+
 def test_a_random_model_is_what_transformers_loads(tmp_path):
     random_model.write_prompts(tmp_path / "prompts.jsonl", 8)
     random_model.make_tokenizer(128).save_pretrained(tmp_path)
