@@ -1,7 +1,7 @@
 """The formulas against the allocator: real DeepSpeed engines take two steps on one and on two ranks; real heads."""
 
+import ctypes
 import dataclasses
-import functools
 import gc
 import json
 import os
@@ -9,13 +9,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -79,26 +77,20 @@ def peaks(profiler: profile) -> Bytes:
 
 
 def mark(name: str) -> None:
+    """Mark the bytes that are allocated now; gloo's thread lets go of a bucket some time after its work is done."""
+    time.sleep(0.1)
+    torch.empty(1)
     with record_function(f"mark {name}"):
         pass
 
 
-def let_go(collective: Callable[..., dist.Work | None]) -> Callable[..., dist.Work | None]:
-    """Return a collective that ends when gloo's thread has dropped its tensors: a profiler misses what that one frees.
+def count_every_thread() -> None:
+    """Let the profiler's total follow all threads: it would miss what gloo's thread frees, a bucket now and then.
 
-    Without it the thread was the last to hold a bucket in 5 to 20 % of all reductions.
+    It was the last to hold a tensor in 5 to 20 % of reductions. The flag is torch's; Python has no name for it.
     """
-
-    @functools.wraps(collective)
-    def call(*args: Any, **kwargs: Any) -> dist.Work | None:
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        counts = [tensor._use_count() for tensor in tensors]
-        work = collective(*args, **kwargs)
-        while work is None and any(t._use_count() > count for t, count in zip(tensors, counts, strict=True)):
-            time.sleep(0)
-        return work
-
-    return call
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libc10.so"))
+    ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
 
 
 def measure(
@@ -113,8 +105,8 @@ def measure(
     actor = load_actor(folder, ModelsConfig(actor=folder, dtype=dtype, attention="sdpa"), torch.device("cpu"))
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        torch.empty(1)
         mark("start")
+        loaded = [parameter.data for parameter in actor.parameters()]  # kept, for freeing them would count
         for parameter in actor.parameters():
             parameter.data = parameter.data.clone()  # out of the file that it is mapped from
         settings = OptimizerConfig(lr=1e-3, **optimizer)
@@ -138,16 +130,8 @@ def measure(
             engine.step()
             mark(f"step {step}")
     engines.append(engine)
+    del loaded
     return peaks(profiler)
-
-
-def joined(runs: Sequence[Bytes]) -> Bytes:
-    """Return the least held and the highest peak at each mark.
-
-    Prefetches of ZeRO-3 begin when two ranks meet, and of `reduce_scatter_tensor` gloo's thread frees copies of its own
-    that `let_go` can't wait for and that stay in what the profiler holds; all else is the same in each run.
-    """
-    return {name: (min(run[name][0] for run in runs), max(run[name][1] for run in runs)) for name in runs[0]}
 
 
 def planned(shape: ModelShape, stage: int, dtype: str, num_ranks: int) -> tuple[int, int, int]:
@@ -180,14 +164,10 @@ def make_folder(root: Path) -> str:
 def main() -> None:
     folder, rank = Path(sys.argv[1]), os.environ.get("RANK", "0")
     model = make_folder(folder / f"files{rank}")  # before the ranks know each other: only the first one would write
-    for name in ("all_gather_into_tensor", "all_reduce", "broadcast", "reduce", "reduce_scatter_tensor"):
-        setattr(dist, name, let_go(getattr(dist, name)))
+    count_every_thread()
     deepspeed._BUCKET_ELEMENTS, world = BUCKET, join_world()
     engines: list[deepspeed.TrainEngine] = []
-    found = {}
-    for stage, dtype in CASES:
-        num_runs = 3 if stage == 3 else 1
-        found[stage, dtype] = joined([measure(model, stage, dtype, world, engines) for _ in range(num_runs)])
+    found = {case: measure(model, *case, world, engines) for case in CASES}
     found[ON_HOST] = measure(model, *ON_HOST[:2], world, engines, kind=ON_HOST[2])
     torch.save(found, folder / f"rank{rank}.pt")
 
@@ -215,14 +195,9 @@ def test_a_step_takes_what_is_planned(measured, shape, monkeypatch, stage, dtype
     least, most, peak = planned(shape, stage, dtype, num_ranks)
     real = max(marks["backward 1"][1], marks["step 1"][1])
     between = marks["step 1"][0]
-    if num_ranks == 1 or stage < 3:
-        assert 0.99 * least <= between <= 1.01 * most
-        assert peak == pytest.approx(real, rel=0.1)
-    else:
-        # How long a prefetch lives depends on when two ranks meet. Under load, with three busy loops on two cores,
-        # nine runs of each type gave 0.76 to 0.95 of `most` and 0.75 to 0.87 of the peak.
-        assert 0.99 * least <= between <= 1.1 * most
-        assert 0.75 * peak <= real <= 1.1 * peak
+    assert 0.99 * least <= between <= 1.01 * most
+    # Of ZeRO-3 on several ranks the plan holds all that may be gathered at once; these layers are not as large.
+    assert (0.75 if (stage, num_ranks) == (3, 2) else 0.91) * peak <= real <= 1.1 * peak
 
 
 @pytest.mark.slow
@@ -243,7 +218,6 @@ def test_a_head_takes_what_is_planned(dtype, num_rows, has_entropy, num_words=80
     weight = torch.randn(num_words, hidden_size, dtype=dtype, requires_grad=True)
     targets = torch.arange(num_rows)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        torch.empty(1)
         mark("start")
         with torch.no_grad():
             fused_logprobs(hidden, weight, targets)
