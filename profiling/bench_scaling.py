@@ -26,6 +26,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import yaml
 from colocated_run import (
     PHASES,
     Left,
@@ -145,10 +146,16 @@ def report(runs: Mapping[int, Left], arguments: argparse.Namespace) -> None:
         print("", *(f"{name}: {value:.4g}" for row in curves for name, value in row.items()), sep="\n")
 
 
-def is_finished(folder: Path, num_steps: int) -> bool:
-    """Return whether a run of so many steps ended here."""
-    path = folder / "metrics.jsonl"
-    return path.exists() and len(path.read_text().splitlines()) == num_steps
+def is_finished(folder: Path, arguments: argparse.Namespace, num_gpus: int) -> bool:
+    """Return whether a run with these settings, wherever its files were, took all its steps here."""
+    metrics, left = folder / "metrics.jsonl", folder.with_suffix(".yaml")
+    if not (metrics.exists() and left.exists()):
+        return False
+    found = yaml.safe_load(left.read_text())
+    paths = {"actor": found["models"]["actor"], "prompts": found["prompts"]["path"]}
+    wanted = settings(arguments, paths, num_gpus)
+    same = wanted.keys() - {"run", "reward"}  # which name files of that checkout
+    return len(Left(folder).rows) == arguments.steps and all(found[section] == wanted[section] for section in same)
 
 
 def main() -> None:
@@ -163,12 +170,12 @@ def main() -> None:
     parser.add_argument("--swap", default="auto", choices=["auto", "vmm", "deepspeed", "off"])
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--name", default="scaling", help="of the files under results/")
-    parser.add_argument("--reuse", action="store_true", help="read runs that an earlier call finished in --work")
+    parser.add_argument("--reuse", action="store_true", help="read what runs of these settings left in --work")
     arguments, more = parser.parse_known_args()
     if arguments.steps < 2:
         parser.error(f"--steps {arguments.steps}: must be at least 2, for the first is left out")
     folders = {n: arguments.work / f"{arguments.name}_{n}" for n in sorted(set(arguments.gpus))}
-    runs = {n: Left(f) for n, f in folders.items() if arguments.reuse and is_finished(f, arguments.steps)}
+    runs = {n: Left(f) for n, f in folders.items() if arguments.reuse and is_finished(f, arguments, n)}
     paths = find_model(parser, arguments, has_reward=False) if len(runs) < len(folders) else {}
     failures = []
     for num_gpus, folder in folders.items():

@@ -66,7 +66,7 @@ def peaks(profiler: profile) -> Bytes:
     """Return the bytes at each mark and the most since the mark before it."""
     result, peak, now, start = {}, 0, 0, 0
     for _, what in allocated(profiler):
-        if what == "mark start":  # what earlier profiles saw and nobody saw freed still counts
+        if what == "mark start":  # earlier engines are still there
             start = now
         elif isinstance(what, str):
             result[what.removeprefix("mark ")] = (now - start, peak - start)
@@ -101,7 +101,6 @@ def measure(
     Args:
         engines: grows by one; an engine that ended would be freed while the next one is measured.
     """
-    # Before the profile, which would see what one thread of transformers frees and not what another allocated.
     actor = load_actor(folder, ModelsConfig(actor=folder, dtype=dtype, attention="sdpa"), torch.device("cpu"))
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import AutoTokenizer
 
 from hybrid_rl.memory import MemoryManager, Phase, Resident
@@ -143,17 +144,28 @@ def test_efficiency_is_against_the_fewest_gpus(tmp_path):
 
 
 def test_finished_runs_are_read_again(tmp_path, monkeypatch, capsys):
-    for number, seconds in ((1, 8.0), (2, 5.0)):
-        folder = scaled(tmp_path / f"scaling_{number}", seconds, [0.0, 1.0, 0.0, 1.0]).folder
+    started: list[Path] = []
+
+    def run(settings, folder, *, num_ranks, **_):
+        """Leave what the command leaves, as of the seconds that it took on so many GPUs."""
+        left = scaled(folder, {1: 8.0, 2: 5.0}[num_ranks], [0.0, 1.0, 0.0, 1.0])
         (folder / "environment.json").write_text('{"device": "a card"}')
-    options = ["--gpus", "2", "1", "--steps", "2", "--responses", "4", "--prompt-tokens", "14", "--reuse"]
-    monkeypatch.setattr(sys, "argv", ["", *options, "--work", str(tmp_path), "--out", str(tmp_path)])
-    with pytest.raises(SystemExit) as ended:
-        bench_scaling.main()
-    assert ended.value.code == 0 and "max difference reward: 0" in capsys.readouterr().out
+        folder.with_suffix(".yaml").write_text(yaml.safe_dump({**settings, "run": {"dir": "elsewhere"}}))
+        started.append(folder)
+        return left
+
+    monkeypatch.setattr(bench_scaling, "run_colocated", run)
+    options = ["--gpus", "2", "1", "--steps", "2", "--responses", "8", "--prompt-tokens", "4", "--reuse"]
+    options += ["--work", str(tmp_path), "--out", str(tmp_path), "--model", "m", "--prompts", "p"]
+    for more in ([], [], ["--zero-stage", "3"]):
+        monkeypatch.setattr(sys, "argv", ["", *options, *more])
+        with pytest.raises(SystemExit) as ended:
+            bench_scaling.main()
+        assert ended.value.code == 0
+    assert [folder.name for folder in started] == ["scaling_1", "scaling_2"] * 2  # the second call reads the first's
+    assert "max difference reward: 0" in capsys.readouterr().out
     environment, _, first, *_ = (tmp_path / "scaling.csv").read_text().splitlines()
     assert environment.startswith("# device a card") and first == "1,step,8.0,10.0,1.0"
-    assert not (tmp_path / "random_1.5b").exists()
 
 
 def test_a_random_model_is_what_transformers_loads(tmp_path):

@@ -60,8 +60,8 @@ class RolloutEngine(Protocol):
     def receive(self, index: int) -> None:
         """Begin to copy the plan's bucket `index`, now filled, into the weights; all that came before it is copied.
 
-        So every other bucket may be overwritten when this returns, and this one when the next call of any method does.
-        What fails in copying is raised by that next call.
+        So every other bucket may be overwritten when this returns, and this one when the next receive or finish_push
+        does, which also raises what failed in copying it.
         """
         ...
 
