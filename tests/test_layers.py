@@ -50,7 +50,7 @@ LAYERS = [
     {"__main__"},
 ]
 HEAVY = {
-    "vllm": {"hybrid_rl/engines/vllm.py", "hybrid_rl/engines/vllm_worker.py"},
+    "vllm": {f"hybrid_rl/engines/{name}.py" for name in ("vllm", "vllm_worker", "vllm_scheduler")},
     "deepspeed": {f"hybrid_rl/engines/{name}.py" for name in ("deepspeed", "flat", "shards", "states", "ulysses")},
     "peft": {"hybrid_rl/lora.py"},
     "ray": {"launch/ray_cluster.py"},

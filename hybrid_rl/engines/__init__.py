@@ -61,7 +61,7 @@ class RolloutEngine(Protocol):
         """Begin to copy the plan's bucket `index`, now filled, into the weights; all that came before it is copied.
 
         So every other bucket may be overwritten when this returns, and this one when the next receive or finish_push
-        does, which also raises what failed in copying it.
+        does. What fails in copying is raised here, by a later receive, or by the next call of another method.
         """
         ...
 

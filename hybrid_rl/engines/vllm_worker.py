@@ -9,6 +9,7 @@ import re
 import select
 import threading
 from collections.abc import Sequence
+from multiprocessing.connection import Client, Connection
 from typing import Any
 
 import torch
@@ -106,6 +107,7 @@ class WeightReceiver:
     model_runner: Any
     device: torch.device
     rank: int
+    _pipe: Connection
     _plan: list[list[Slot]]
     _copies: dict[int, tuple[list[Tensor], list[Tensor]]]
 
@@ -115,14 +117,36 @@ class WeightReceiver:
         return self.model_runner.model.hybrid_routes
 
     def hybrid_open_bucket(self, message: bytes) -> None:
-        """Map the trainer's bucket, of several that on this worker's device; message is (handle, plan)."""
-        handle, plan = pickle.loads(message)
+        """Map the trainer's bucket, of several that on this worker's device, and open a pipe to the trainer.
+
+        Args:
+            message: (handle, plan, address of the pipe).
+        """
+        handle, plan, address = pickle.loads(message)
         self._plan, self._copies = plan, {}
+        self._pipe = Client(address)
         bucket = open_shared(handle, self.device, worker=self.rank)
         self.model_runner.model.hybrid_routes = Routes(self.model_runner.model, bucket)
 
+    def hybrid_receive(self) -> None:
+        """Copy the buckets that the pipe names into the weights until it names none, and answer when each is done.
+
+        Raises:
+            Exception: the first that a copy raised; no bucket is copied after it.
+        """
+        error: Exception | None = None
+        while message := self._pipe.recv_bytes():
+            try:
+                if not error:
+                    self._copy(int.from_bytes(message, "little"))
+            except Exception as caught:
+                error = caught
+            self._pipe.send_bytes(message)
+        if error:
+            raise error
+
     @torch.no_grad()
-    def hybrid_receive(self, index: int) -> None:
+    def _copy(self, index: int) -> None:
         """Copy bucket `index` of the plan into the weights and wait until that is done."""
         if index in self._copies:
             torch._foreach_copy_(*self._copies[index])

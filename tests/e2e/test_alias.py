@@ -225,7 +225,6 @@ def test_prefix_cache_that_is_not_dropped_is_an_error(
         {"prompt_token_ids": [5]},
         engine._sampling_params(Sampling(temperature=0, max_tokens=40, stop_token_ids=()), None),
     )
-    engine._llm.llm_engine.step()
     with pytest.raises(RuntimeError, match="keeps its prefix cache of older weights: requests are still running"):
         sync.push()
     while engine._llm.llm_engine.has_unfinished_requests():

@@ -1,0 +1,122 @@
+"""Time generation alone: microseconds per sampled token, with responses sent whole and as vLLM sends them.
+
+python profiling/bench_rollout.py                            # 1.5B, 256 + 512 tokens, 512 and 128 responses at once
+python profiling/bench_rollout.py --shape tiny --responses 16 --prompt-tokens 8 --response-tokens 16      # dry run, CPU
+
+Random weights end no response early. The first generation of each kind warms up and is left out.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from colocated_run import HERE, ROOT, make_model, table, write_csv
+
+from hybrid_rl.config import RolloutConfig
+from hybrid_rl.engines import Generation, Sampling
+from hybrid_rl.engines.vllm import VllmEngine
+
+
+class TokenByToken(VllmEngine):
+    """An engine with vLLM's own scheduler, which sends every token at once."""
+
+    def _sampling_params(self, sampling: Sampling, seed: int | None) -> Any:
+        found = super()._sampling_params(sampling, seed)
+        found.flat_logprobs = True
+        return found
+
+    def _generation(self, answer: Any, sampling: Sampling) -> Generation:
+        output = answer.outputs[0]
+        return Generation(
+            token_ids=list(output.token_ids),
+            logprobs=list(output.logprobs.logprobs),
+            is_truncated=output.finish_reason == "length",
+        )
+
+
+def start(engine_class: type[VllmEngine], model: str, arguments: argparse.Namespace) -> VllmEngine:
+    """Return an engine that may generate with its random weights."""
+    import vllm
+
+    config = RolloutConfig(
+        max_num_seqs=max(arguments.responses),
+        kv_cache_memory_bytes=int(arguments.kv_gib * (1 << 30)),
+        enforce_eager=arguments.enforce_eager,
+    )
+    make = vllm.LLM
+
+    def own(**given: Any) -> Any:
+        return make(**{name: value for name, value in given.items() if name != "scheduler_cls"})
+
+    with mock.patch("vllm.LLM", own if engine_class is TokenByToken else make):
+        engine = engine_class(
+            model,
+            config,
+            dtype=torch.bfloat16,
+            max_model_len=arguments.prompt_tokens + arguments.response_tokens,
+            can_sleep=False,
+            seed=0,
+        )
+    engine._weights_valid = True  # its own random ones are as good as any
+    return engine
+
+
+def seconds(engine: VllmEngine, prompts: list[list[int]], arguments: argparse.Namespace, *, has_seeds: bool) -> float:
+    """Return the median time of a generation of a response to each prompt."""
+    length = arguments.response_tokens
+    sampling = Sampling(temperature=1.0, max_tokens=length, stop_token_ids=())
+    times = []
+    for repeat in range(arguments.repeats + 1):
+        seeds = [repeat * len(prompts) + i for i in range(len(prompts))] if has_seeds else None
+        begin = time.monotonic()
+        found = engine.generate(prompts, sampling, seeds)
+        times.append(time.monotonic() - begin)
+        assert all(len(g.token_ids) == len(g.logprobs) == length for g in found)
+    return statistics.median(times[1:])
+
+
+def main() -> None:
+    """Parse the command line, measure each kind, write, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="1.5b", help="of random weights, see random_model.py")
+    parser.add_argument("--responses", type=int, nargs="+", default=[512, 128], help="at once")
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--response-tokens", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--kv-gib", type=float, default=16.0 if torch.cuda.is_available() else 0.25)
+    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs: the engine starts 30 s sooner")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "bench", help="folder of models and runs")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    arguments = parser.parse_args()
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # the first look at a GPU forbids to fork
+    paths = make_model(arguments.shape, arguments.work, prompt_tokens=arguments.prompt_tokens)
+    lines = [json.loads(line)["prompt"] for line in Path(paths["prompts"]).read_text().splitlines()]
+    prompts = [[ord(letter) - ord("a") + 1 for letter in line] for line in lines]  # as random_model.py's tokenizer
+    rows = []
+    for name, engine_class in {"whole": VllmEngine, "token by token": TokenByToken}.items():
+        engine = start(engine_class, paths["actor"], arguments)
+        for count in arguments.responses:
+            for has_seeds in (True, False):
+                took = seconds(engine, prompts[:count], arguments, has_seeds=has_seeds)
+                row = {"responses sent": name, "at once": count, "seeds": has_seeds, "seconds": took}
+                row["us_per_token"] = 1e6 * took / count / arguments.response_tokens
+                rows.append(row | {"tokens_per_s": 1e6 / row["us_per_token"]})
+                print(f"{name}, {count} at once, seeds {has_seeds}: {took:.2f} s", flush=True)
+        engine.close()
+    import vllm
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    environment = f"# device {device}, torch {torch.__version__}, vllm {vllm.__version__}, {arguments.shape}, "
+    environment += f"{arguments.prompt_tokens} + {arguments.response_tokens} tokens, median of {arguments.repeats}"
+    write_csv(arguments.out / "rollout.csv", environment, rows)
+    print("", *table(rows), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
