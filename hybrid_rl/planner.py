@@ -223,7 +223,7 @@ class _Planner:
     def __init__(
         self, config: Config, machine: Machine, shapes: Shapes, residency: Mapping[str, frozenset[Phase]]
     ) -> None:
-        self._config = config
+        self._config, update = config, config.update
         self._machine = machine
         self._shapes = shapes
         self._residency = residency
@@ -232,12 +232,12 @@ class _Planner:
         self.full_length = -(-length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
         sequences, size = -(-config.responses_per_step // machine.num_ranks), config.rollout.tensor_parallel_size
         self.wave = min(size * sequences, config.rollout.max_num_seqs * machine.engines_per_gpu)
-        sharers = config.update.sequence_parallel_size * config.update.tensor_parallel_size
+        held = sequences * update.sequence_parallel_size * update.tensor_parallel_size
         is_free = packs_freely(config.models.attention, is_gpu=machine.backend == "triton")
-        self._forward_shares, self._update_shares = (
-            micro_batch_shares(config, num_sequences=sharers * sequences, max_tokens=max_tokens)
-            for max_tokens in (forward_tokens(config.update, is_free=is_free), config.update.micro_batch_tokens)
-        )
+        forward = forward_tokens(update, is_free=is_free)
+        self._forward_shares = micro_batch_shares(config, num_sequences=held, max_tokens=forward)
+        held = min(held, update.mini_batch_size)  # on one rank just as many, on several never more
+        self._update_shares = micro_batch_shares(config, num_sequences=held, max_tokens=update.micro_batch_tokens)
         dtype = torch.float32 if self._dtype_bytes == 4 else torch.bfloat16
         self._actor_tensors = [(name, shape, dtype) for name, shape in shapes.actor.tensors]
         self._shares_weights = (

