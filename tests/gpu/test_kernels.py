@@ -1,6 +1,8 @@
 """The Triton kernels on a GPU in bfloat16 at full size: accuracy, memory, and a training step with and without them."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -243,3 +245,52 @@ def test_a_training_run_is_the_same_with_the_kernels_on_and_off() -> None:
         torch.testing.assert_close(torch.tensor(results[name]["losses"]), curve, rtol=5e-3, atol=5e-3)
     logits_bytes = 8192 * 151936 * 4
     assert results["two"]["peak"] < results["full"]["peak"] - logits_bytes
+
+
+SANITIZED = """
+import os, sys, torch, triton
+import triton.language as tl
+from hybrid_rl_kernels import gae_with_moments, logprobs, token_loss_one_pass, whiten
+
+@triton.jit
+def past_the_end(x, size: tl.constexpr):
+    tl.store(x + size + tl.arange(0, 32), 1.0)
+
+device = os.environ["DEVICE"]
+if "planted" in sys.argv:
+    past_the_end[(1,)](torch.zeros(1000, device=device), 1000)
+for T, H, V in ((1, 32, 17), (37, 96, 1003), (130, 72, 2050)):
+    hidden = torch.randn(T, H, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(V, H, device=device, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(0, V, (T,), device=device)
+    targets[0] = -100
+    for path in ("fused", "chunked"):
+        values, entropies = logprobs.fused_logprobs(hidden, weight, targets, path=path)
+        (values.sum() + entropies.sum()).backward()
+    token_loss_one_pass(hidden, weight, targets, 1.0, lambda logprobs, *_: -logprobs)[0].backward()
+for B, L in ((1, 1), (3, 257), (5, 4099)):
+    rewards, values = torch.randn(2, B, L, device=device)
+    mask = torch.rand(B, L, device=device) < 0.9
+    for mode in ("zero", "carry"):
+        found = gae_with_moments(
+            values, mask, gamma=0.99, gae_lambda=0.95, mode=mode, token_rewards=rewards, kl=rewards, kl_coef=0.1
+        )
+        whiten(found.advantages, mask, found.moments)
+if device == "cuda":
+    torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.skipif(not shutil.which("compute-sanitizer"), reason="needs compute-sanitizer on the PATH")
+@pytest.mark.parametrize("fault", [(), ("planted",)], ids=["ours", "planted"])
+def test_the_sanitizer_finds_only_the_fault_that_was_planted(fault, tmp_path) -> None:
+    script = tmp_path / "every_kernel.py"  # Triton reads a kernel's source from its file
+    script.write_text(SANITIZED)
+    environment = {**os.environ, "HYBRID_RL_KERNELS": "triton", "DEVICE": "cuda"}
+    environment |= {"PYTHONPATH": str(Path(__file__).parents[2] / "kernels"), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable, str(script)]
+    done = subprocess.run([*command, *fault], env=environment, capture_output=True, text=True)
+    print(done.stdout[-2000:], done.stderr[-2000:])
+    found = re.findall(r"ERROR SUMMARY: (\d+) error", done.stdout)
+    assert found and (int(found[-1]) > 0) == bool(fault)
+    assert done.returncode == (9 if fault else 0)
