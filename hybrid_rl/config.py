@@ -128,7 +128,7 @@ class RolloutConfig:
     max_refills: int = 8
     """Further batches of prompts that may be drawn in a step to replace filtered groups."""
     seed_per_request: bool = True
-    """Reproducible samples whatever the batching; false samples from one engine-wide generator, faster on a GPU."""
+    """Reproducible samples whatever the batching; false draws from one generator per engine: no faster, on an H200."""
     kv_cache_memory_bytes: int | None = 1 << 30
     """Exact size of an engine's KV cache on each of its GPUs; null takes what the plan leaves, at most one wave's."""
     gpu_memory_utilization: float = 0.5
