@@ -19,6 +19,8 @@ _ALIGNMENT_BYTES = 256  # of a CUDA allocation, so that every tensor in the buck
 _ROW = 1 << 20  # words of 4 bytes with a random number each, 8 MiB on the device
 _ROWS_AT_ONCE = 8  # bounds a checksum's temporaries to 64 MiB
 
+_LARGE_BYTES = 4 << 20
+
 _LOCAL: "weakref.WeakValueDictionary[int, Tensor]" = weakref.WeakValueDictionary()
 
 
@@ -97,6 +99,23 @@ def plan_halves(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]], num_b
 def bucket_bytes(plan: list[list[Slot]]) -> int:
     """Return the size of the one buffer that holds any bucket of the plan."""
     return max(slot.offset + slot.nbytes for bucket in plan for slot in bucket)
+
+
+def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source to its target: large ones one by one, the others in a few kernels together.
+
+    A kernel over many tensors starts a few hundred blocks at a time: on an H200 it took about 3.3 ms for 2.9 GiB, where
+    one copy takes 1.45 (inferred from hand-overs of 7.6 ms). One by one, small tensors would cost a launch each.
+    """
+    small: tuple[list[Tensor], list[Tensor]] = [], []
+    for target, source in zip(targets, sources, strict=True):
+        if target.nbytes >= _LARGE_BYTES:
+            target.copy_(source)
+        else:
+            small[0].append(target)
+            small[1].append(source)
+    if small[0]:
+        torch._foreach_copy_(*small)
 
 
 def _roomy_folder(num_bytes: int) -> str:

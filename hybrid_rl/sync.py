@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from hybrid_rl.bucket import SharedBucket, bucket_bytes, checksums, plan_buckets, plan_halves
+from hybrid_rl.bucket import SharedBucket, bucket_bytes, checksums, copy_tensors, plan_buckets, plan_halves
 from hybrid_rl.config import SyncConfig
 from hybrid_rl.engines import RolloutEngine
 from hybrid_rl.engines.deepspeed import TrainEngine
@@ -144,7 +144,7 @@ class CopySync:
         with self._timeline.span("push", bytes=self._num_bytes):
             for index, (names, views) in enumerate(self._fills):
                 with self._trainer.gathered(names) as tensors:
-                    torch._foreach_copy_(views, [tensors[name] for name in names])
+                    copy_tensors(views, [tensors[name] for name in names])
                 _synchronize(self._device)
                 self._engine.receive(index)
             self._engine.finish_push()

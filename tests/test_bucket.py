@@ -12,7 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_rl.bucket import SharedBucket, bucket_bytes, checksum, open_shared, plan_buckets, plan_halves
+from hybrid_rl.bucket import (
+    SharedBucket,
+    bucket_bytes,
+    checksum,
+    copy_tensors,
+    open_shared,
+    plan_buckets,
+    plan_halves,
+)
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
@@ -48,6 +56,19 @@ def test_plan_by_hand():
         [("f", 0, 4)],
     ]
     assert bucket_bytes(plan) == 4000
+
+
+def test_large_and_small_tensors_are_copied_each_to_its_place(monkeypatch):
+    monkeypatch.setattr("hybrid_rl.bucket._LARGE_BYTES", 100)
+    sources = [torch.arange(size, dtype=torch.float32) + size for size in (24, 25, 1, 60)]  # 96, 100, 4 and 240 bytes
+    whole = torch.full((12, 8), -1.0)
+    targets = [torch.zeros(24), torch.zeros(25), whole[11, :1], whole[:10, :6]]  # two are parts of another tensor
+    sources[3] = sources[3].view(10, 6)
+    copy_tensors(targets, sources)
+    assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
+    assert (whole == -1).sum() == 96 - 60 - 1
+    copy_tensors(targets[:1], [torch.ones(24, dtype=torch.bfloat16)])
+    assert targets[0].tolist() == [1.0] * 24
 
 
 def test_halves_by_hand():

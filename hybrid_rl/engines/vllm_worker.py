@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from hybrid_rl.bucket import SharedWeights, Slot, open_shared
+from hybrid_rl.bucket import SharedWeights, Slot, copy_tensors, open_shared
 from hybrid_rl.engines.routes import Routes
 from hybrid_rl.engines.vllm import LOAD_FORMAT
 
@@ -149,7 +149,7 @@ class WeightReceiver:
     def _copy(self, index: int) -> None:
         """Copy bucket `index` of the plan into the weights and wait until that is done."""
         if index in self._copies:
-            torch._foreach_copy_(*self._copies[index])
+            copy_tensors(*self._copies[index])
         else:
             for slot in self._plan[index]:
                 self._routes.record(slot, copies=True)

@@ -54,6 +54,15 @@ PLACES = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """As the processes have that are killed: on AMD's processors MKL sums in another order with another number."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def four_steps(make_config, train_here, tmp_path_factory):
     """What four steps without a stop leave. Their third is a short batch that ends the epoch of ten prompts."""
@@ -176,7 +185,7 @@ def test_a_run_with_vllm_killed_in_an_update_takes_its_rollouts_from_the_log(
     assert len(generated) == 1
     assert len(left) == 2 and [path.read_text() for path in paths] == left
     assert [row["step"] for row in found.metrics] == [1, 2, 3]
-    for before, after in zip(rows, found.metrics, strict=False):  # one thread before, two after
+    for before, after in zip(rows, found.metrics, strict=False):
         assert after["actor/grad_norm"] == pytest.approx(before["actor/grad_norm"], rel=1e-3)
         assert after["reward"] == before["reward"] and after["rollout/logprob_gap"] < 1e-4
 

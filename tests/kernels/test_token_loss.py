@@ -117,8 +117,9 @@ def test_strides_do_not_show(path):
 
         total, logprobs, _ = token_loss.token_loss(*inputs, labels, LogitTransform(**PLAIN), loss, path)
         results.append((total, logprobs, *torch.autograd.grad(total, (hidden, weight, bias))))
-    for plain, apart_from_each_other in zip(*results, strict=True):
-        torch.testing.assert_close(plain, apart_from_each_other, rtol=0, atol=0)
+    for place, (plain, apart_from_each_other) in enumerate(zip(*results, strict=True)):
+        # The total is PyTorch's sum of the losses, whose order is another for strided ones on some processors.
+        torch.testing.assert_close(plain, apart_from_each_other, rtol=0 if place else 1e-6, atol=0)
 
 
 @settings(max_examples=5, deadline=None)
