@@ -4,6 +4,7 @@ import base64
 import inspect
 import os
 import pickle
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -331,6 +332,9 @@ class VllmEngine:
             self._wait()
         self._thread.shutdown()
         queues: set[str] = set().union(*map(pickle.loads, self._llm.collective_rpc("hybrid_close_bucket")))
+        # The engine answers, then waits for the next message. It does not see a signal that comes just before it waits,
+        # and close would take the whole minute.
+        time.sleep(0.2)
         self._llm.llm_engine.engine_core.shutdown(timeout=60.0)  # by default it is killed after 5 s
         remove_shared_memory(queues)
         if torch.cuda.is_available():

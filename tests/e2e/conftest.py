@@ -126,6 +126,8 @@ def lent_engine(copy_engine: VllmEngine) -> Iterator[VllmEngine]:
         patch.setattr(build, "start_engine", lend)
         patch.setattr(copy_engine, "close", lambda: None)
         yield copy_engine
+    for tag in ("weights", "kv_cache"):  # a run leaves it asleep
+        copy_engine.map(tag)
 
 
 @pytest.fixture(scope="session")

@@ -221,11 +221,9 @@ def test_prefix_cache_that_is_not_dropped_is_an_error(
 ):
     """The real engine does not drop it while a request runs."""
     sync, engine = side
-    engine._llm.llm_engine.add_request(
-        "running",
-        {"prompt_token_ids": [5]},
-        engine._sampling_params(Sampling(temperature=0, max_tokens=40, stop_token_ids=()), None),
-    )
+    parameters = engine._sampling_params(Sampling(temperature=0, max_tokens=40, stop_token_ids=()), None)
+    for number in range(100):  # 16 at a time: a hand-over takes a tenth of the time that they do
+        engine._llm.llm_engine.add_request(f"running {number}", {"prompt_token_ids": [5]}, parameters)
     with pytest.raises(RuntimeError, match="keeps its prefix cache of older weights: requests are still running"):
         sync.push()
     while engine._llm.llm_engine.has_unfinished_requests():
