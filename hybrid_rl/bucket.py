@@ -18,8 +18,7 @@ from torch import Tensor
 _ALIGNMENT_BYTES = 256  # of a CUDA allocation, so that every tensor in the bucket can be viewed in its own dtype
 _ROW = 1 << 20  # words of 4 bytes with a random number each, 8 MiB on the device
 _ROWS_AT_ONCE = 8  # bounds a checksum's temporaries to 64 MiB
-
-_LARGE_BYTES = 4 << 20
+_LARGE_BYTES = 4 << 20  # of a tensor that is worth a copy of its own, see copy_tensors
 
 _LOCAL: "weakref.WeakValueDictionary[int, Tensor]" = weakref.WeakValueDictionary()
 

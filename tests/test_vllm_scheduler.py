@@ -1,4 +1,4 @@
-"""What reaches the trainer of an engine's steps; the equality with vLLM's own sending is in test_engines.py."""
+"""What reaches the trainer of an engine's steps; the equality with vLLM's own sending is in e2e/test_alias.py."""
 
 from collections import deque
 from types import SimpleNamespace as Fake

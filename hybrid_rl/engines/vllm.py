@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine in its own process. Everything that differs between vLLM versions is in this file."""
+"""vLLM as a rollout engine in its own process. What differs between vLLM versions is here and in vllm_*.py."""
 
 import base64
 import inspect
@@ -254,13 +254,12 @@ class VllmEngine:
         if "weights" not in self._awake:
             raise RuntimeError("receive: the engine's weights are not on the device")
         self._weights_valid = False
-        is_first = self._receiving is None
-        if self._receiving is None:
-            self._receiving = self._thread.submit(self._llm.collective_rpc, "hybrid_receive")
+        before = self._receiving
+        self._receiving = before or self._thread.submit(self._llm.collective_rpc, "hybrid_receive")
         for pipe in self._pipes:
             pipe.send_bytes(index.to_bytes(4, "little"))
-        if not is_first:
-            self._wait_for_copy(self._receiving)
+        if before:
+            self._wait_for_copy(before)
 
     def _wait_for_copy(self, receiving: Future[Any]) -> None:
         """Wait until every worker has answered for one more bucket."""
@@ -333,7 +332,7 @@ class VllmEngine:
         self._thread.shutdown()
         queues: set[str] = set().union(*map(pickle.loads, self._llm.collective_rpc("hybrid_close_bucket")))
         # The engine answers, then waits for the next message. It does not see a signal that comes just before it waits,
-        # and close would take the whole minute.
+        # and close would take the whole minute (inferred from stacks of an engine that did).
         time.sleep(0.2)
         self._llm.llm_engine.engine_core.shutdown(timeout=60.0)  # by default it is killed after 5 s
         remove_shared_memory(queues)
