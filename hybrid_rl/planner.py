@@ -24,8 +24,8 @@ MARGIN = 0.05
 """Share of the card that a plan leaves free: the error that issue 4 aims at, and the allocator's rounding."""
 TRAINER_CONTEXT_BYTES = int(1.3 * GIB)
 """CUDA context and libraries on an H200: 1.21 GiB beyond what PyTorch had reserved, and 0.1 that no process owned."""
-ENGINE_CONTEXT_BYTES, GRAPHS_BYTES = int(0.9 * GIB), int(0.8 * GIB)
-"""What a vLLM 0.26 process kept asleep on an H200 with shared weights: 0.87 GiB eager, 1.67 with 102 CUDA graphs."""
+ENGINE_CONTEXT_BYTES, GRAPHS_LAYER_BYTES = int(0.9 * GIB), int(0.8 * GIB) // 28
+"""What vLLM 0.26 kept asleep on an H200, weights shared: 0.87 GiB eager, 1.67 with 102 CUDA graphs of 28 layers."""
 ENGINE_BATCH_TOKENS = 8192
 """vLLM's max_num_batched_tokens for an LLM on an 80 GB card; its prefill computes so many at once."""
 KV_BLOCK_TOKENS = 16
@@ -328,8 +328,7 @@ class _Planner:
         if wanted is not None:
             return replace(row, num_bytes=wanted * self._machine.engines_per_gpu)
         tokens = self.wave * self.full_length + KV_BLOCK_TOKENS * self._machine.engines_per_gpu  # vLLM's null block
-        phases = [p for p in Phase if p in row.phases]
-        used = max(sum(r.num_bytes for r in rows if p in r.phases) for p in phases)
+        used = max(sum(r.num_bytes for r in rows if p in r.phases) for p in row.phases)
         free = (self._machine.budget_bytes - used) // self.kv_token_bytes
         least = (self.full_length + KV_BLOCK_TOKENS) * self._machine.engines_per_gpu
         tokens = max(least, min(tokens, free)) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
@@ -338,19 +337,20 @@ class _Planner:
     def contexts(self) -> list[Row]:
         """Return what is there in every phase, and what the engine computes with."""
         config, plan = self._config, plan_halves(self._actor_tensors, self._config.sync.bucket_bytes)
-        largest = max(sum(slot.nbytes for slot in bucket) for bucket in plan)
         rows = [
             Row(name="trainer context", num_bytes=TRAINER_CONTEXT_BYTES),
             Row(name="staging bucket", num_bytes=0 if self._shares_weights else bucket_bytes(plan)),
             Row(name="checksums", num_bytes=2 * CHECKSUM_BYTES, phases=frozenset({SYNC})),
         ]
         if config.update.tensor_parallel_size > 1 or (config.update.zero_stage == 3 and self._machine.num_ranks > 1):
+            largest = max(sum(slot.nbytes for slot in bucket) for bucket in plan)
             rows.append(Row(name="gathered weights", num_bytes=largest, phases=frozenset({SYNC})))
         if config.rollout.engine == "vllm":
-            engines, graphs = self._machine.engines_per_gpu, 0 if config.rollout.enforce_eager else GRAPHS_BYTES
-            rows.append(Row(name="engine context", num_bytes=engines * (ENGINE_CONTEXT_BYTES + graphs)))
-            activations = engines * self._engine_activations()
-            rows.append(Row(name="engine activations", num_bytes=activations, phases=frozenset({ROLLOUT})))
+            engines, graphs = self._machine.engines_per_gpu, 0 if config.rollout.enforce_eager else GRAPHS_LAYER_BYTES
+            context = ENGINE_CONTEXT_BYTES + graphs * self._shapes.actor.num_layers
+            size = engines * self._engine_activations()
+            rows.append(Row(name="engine context", num_bytes=engines * context))
+            rows.append(Row(name="engine activations", num_bytes=size, phases=frozenset({ROLLOUT})))
         return rows
 
     def _engine_activations(self) -> int:

@@ -27,7 +27,7 @@ from hybrid_rl.memory import Phase
 from hybrid_rl.planner import (
     ENGINE_CONTEXT_BYTES,
     GIB,
-    GRAPHS_BYTES,
+    GRAPHS_LAYER_BYTES,
     TRAINER_CONTEXT_BYTES,
     Machine,
     make_plan,
@@ -110,7 +110,7 @@ def test_a_7b_model_by_hand(folders):
         2 * 2 * num_params,
         found.kv_bytes,
         TRAINER_CONTEXT_BYTES,
-        ENGINE_CONTEXT_BYTES + GRAPHS_BYTES,
+        ENGINE_CONTEXT_BYTES + 28 * GRAPHS_LAYER_BYTES,
         row(found, "staging bucket").num_bytes,
         row(found, "engine activations").num_bytes,
     ]
@@ -182,7 +182,7 @@ def test_what_has_room_stays(folders):
     [
         ("1b", {"update": {"micro_batch_tokens": 65536}}, 80, "--update.micro_batch_tokens 16384"),
         ("1b", {"rollout": {"kv_cache_memory_bytes": 70 * GIB}}, 80, "--rollout.kv_cache_memory_bytes null"),
-        ("1b", {"memory": {"swap": "off"}, "update": {"micro_batch_tokens": 1024}}, 33, "--memory.swap auto"),
+        ("1b", {"memory": {"swap": "off"}, "update": {"micro_batch_tokens": 1024}}, 32, "--memory.swap auto"),
         ("7b", {}, 80, "--gpus"),
     ],
 )

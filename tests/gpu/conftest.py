@@ -15,15 +15,27 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture(scope="session")
+def engine_bytes() -> Callable[[Path], list[int]]:
+    """Read what was in use on the GPU beside the trainer's tensors, at each look in the second half of a run."""
+
+    def read(folder: Path) -> list[int]:
+        events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+        looks = [event["args"] for event in events if event["name"] == "device_memory"]
+        return [look["used"] - look["trainer"] for look in looks[len(looks) // 2 :]]
+
+    return read
+
+
 @pytest.fixture
 def launch() -> Callable[..., Path]:
-    """Run launch/colocated.py with settings and further arguments to a good end; return the run's folder."""
+    """Run a script of launch/ with settings and further arguments to a good end; return the run's folder."""
 
-    def run(settings: dict[str, dict[str, Any]], *arguments: str) -> Path:
+    def run(settings: dict[str, dict[str, Any]], *arguments: str, script: str = "colocated.py") -> Path:
         folder = Path(settings["run"]["dir"])
         path = folder / "settings.yaml"
         path.write_text(yaml.safe_dump(settings))
-        command = [sys.executable, "launch/colocated.py", "--config", str(path), *arguments]
+        command = [sys.executable, f"launch/{script}", "--config", str(path), *arguments]
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=420)
         assert ended.returncode == 0, (ended.stdout + ended.stderr)[-6000:]
         return folder / settings["run"]["name"]

@@ -68,8 +68,9 @@ def finished(
         with run.recorder:
             loop(run)
         with run.memory.phase(Phase.ROLLOUT):
-            greedy = run.engine.generate(prompts, GREEDY, None)
-            sampled = run.engine.generate(prompts, SAMPLED, list(range(16)))
+            # One by one: how vLLM batches requests that arrive while it works, which rounding depends on, is chance.
+            greedy = [run.engine.generate([ids], GREEDY, None)[0] for ids in prompts]
+            sampled = [run.engine.generate([ids], SAMPLED, [i])[0] for i, ids in enumerate(prompts)]
     finally:
         run.close()
     del run
@@ -97,7 +98,8 @@ def test_the_engine_equals_a_fresh_one_loaded_from_the_export(finished: dict, sm
             vllm.SamplingParams(temperature=temperature, max_tokens=32, stop_token_ids=[0], seed=i, logprobs=0)
             for i in range(len(requests))
         ]
-        outputs = [output.outputs[0] for output in fresh.generate(requests, parameters, use_tqdm=False)]
+        answers = [fresh.generate([r], [p], use_tqdm=False)[0] for r, p in zip(requests, parameters, strict=True)]
+        outputs = [answer.outputs[0] for answer in answers]
         assert [list(o.token_ids) for o in outputs] == [g.token_ids for g in finished[name]]
         if temperature:
             theirs = [[entry[t].logprob for t, entry in zip(o.token_ids, o.logprobs, strict=True)] for o in outputs]
@@ -123,9 +125,9 @@ def test_memory_comes_back_in_every_cycle(finished: dict, phase: str) -> None:
     assert max(used[2:]) - min(used[2:]) <= 64, used
 
 
-def test_swapping_really_frees_the_device(finished: dict) -> None:
-    row = metrics(finished)[-1]
-    assert row["memory/score_bytes"] < row["memory/rollout_bytes"] - 1900 * MIB  # the KV cache of 2 GiB is gone
+def test_swapping_really_frees_the_device(finished: dict, engine_bytes) -> None:
+    held = engine_bytes(finished["dir"])
+    assert min(held) < max(held) - 1900 * MIB  # the KV cache of 2 GiB comes and goes
     events = json.loads((finished["dir"] / "timeline.json").read_text())["traceEvents"]
     moved = [e["args"] for e in events if "actor_states" in e.get("name", "")]  # exchanged for the critic's, too
     assert len(moved) >= 10 and all(args["bytes"] > 1 << 30 for args in moved)

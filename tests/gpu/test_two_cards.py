@@ -47,10 +47,12 @@ def settings(small: Path, folder: Path, changes: dict[str, dict[str, Any]]) -> d
 def train(small: Path, tmp_path: Path, launch: Callable[..., Path]) -> Callable[..., Rows]:
     """Run on two cards with some settings changed, in a folder of that name; return the rows of metrics.jsonl."""
 
-    def run(name: str, **changes: dict[str, Any]) -> Rows:
+    def run(name: str, ray: bool = False, **changes: dict[str, Any]) -> Rows:
         folder = tmp_path / name
         folder.mkdir()
-        left = launch(settings(small, folder, changes), "--num_processes", "2")
+        how = ("--address", "local", "--num_workers", "2") if ray else ("--num_processes", "2")
+        script = "ray_cluster.py" if ray else "colocated.py"
+        left = launch(settings(small, folder, changes), *how, script=script)
         return [json.loads(line) for line in (left / "metrics.jsonl").read_text().splitlines()]
 
     return run
@@ -106,7 +108,7 @@ def test_two_cards_that_share_matrices_train_what_two_that_do_not(train, zero_st
 
 
 @pytest.mark.parametrize("zero_stage, swap", [(2, "vmm"), (3, "deepspeed")])
-def test_an_engine_over_two_cards_follows_the_trainer_and_sleeps(train, zero_stage, swap):
+def test_an_engine_over_two_cards_follows_the_trainer_and_sleeps(train, tmp_path, engine_bytes, zero_stage, swap):
     rates = {"actor": {"lr": 1e-4}, "critic": {"lr": 1e-4}}
     rows = train(
         "over_two",
@@ -120,7 +122,8 @@ def test_an_engine_over_two_cards_follows_the_trainer_and_sleeps(train, zero_sta
     print("gap:", gaps, "hand-over in s:", [row["time/sync"] for row in rows])
     assert max(gaps) < 0.02
     assert {row["sync/num_verified"] for row in rows} == {NUM_TENSORS}  # of both workers, in every step
-    assert rows[-1]["memory/score_bytes"] < rows[-1]["memory/rollout_bytes"] - (KV_BYTES - 150 * MIB)
+    held = engine_bytes(tmp_path / "over_two" / "run")
+    assert min(held) < max(held) - (KV_BYTES - 150 * MIB)
     used = [row["memory/rollout_bytes"] / MIB for row in rows[1:]]
     assert max(used) - min(used) <= 64, used
 
@@ -133,3 +136,10 @@ def test_an_engine_over_two_cards_trains_what_two_engines_do(train):
     assert [row["rollout/logprob_gap"] for row in two] == pytest.approx(
         [row["rollout/logprob_gap"] for row in one], abs=0.01
     )
+
+
+def test_ray_trains_what_the_launcher_does(train):
+    pytest.importorskip("ray.train")
+    alone, ray = train("launched", sync={"mode": "auto"}), train("by_ray", ray=True, sync={"mode": "auto"})
+    assert_same_first_step(alone, ray)
+    assert len(ray) == len(alone)
