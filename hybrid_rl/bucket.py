@@ -1,5 +1,6 @@
 """The staging buffer that two processes share, and the checksum that both compute over what passed through it."""
 
+import atexit
 import functools
 import inspect
 import itertools
@@ -21,6 +22,14 @@ _ROWS_AT_ONCE = 8  # bounds a checksum's temporaries to 64 MiB
 _LARGE_BYTES = 4 << 20  # of a tensor that is worth a copy of its own, see copy_tensors
 
 _LOCAL: "weakref.WeakValueDictionary[int, Tensor]" = weakref.WeakValueDictionary()
+_EXPORTED: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
+
+
+@atexit.register
+def _free_exported() -> None:
+    """Free what was exported and still lives: torch ends before it, and would warn that others have it open."""
+    for storage in list(_EXPORTED):
+        storage.resize_(0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +162,7 @@ class SharedBucket:
         from torch.multiprocessing.reductions import reduce_tensor
 
         _LOCAL[id(self.tensor)] = self.tensor
+        _EXPORTED.add(self.tensor.untyped_storage())
         _, arguments = reduce_tensor(self.tensor)
         return pickle.dumps((os.getpid(), id(self.tensor), arguments))
 

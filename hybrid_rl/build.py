@@ -320,13 +320,13 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
     torch.manual_seed(config.run.seed)
     resume_from = find_checkpoint(config)
     data = load_data(config, world)
-    steps_done = 0
+    state: dict[str, Any] = checkpoint.read_state(resume_from) if resume_from else {"step": 0}
     if resume_from:
-        state = checkpoint.read_state(resume_from)
-        steps_done = state["step"]
         data.loader.load_state_dict(state["loader"])  # refuses other data, before a model loads
     recorder = Recorder(config, world, batch_world)
-    memory = MemoryManager(plan.residency, world.device, recorder.timeline, planned=plan.peaks)
+    memory = MemoryManager(
+        plan.residency, world.device, recorder.timeline, planned=plan.peaks, keeps_cache=plan.fits_at_once
+    )
     builder = Builder(config, world, data, memory, recorder.timeline, resume_from)
     builder.reserve_host(plan.rows)
 
@@ -353,8 +353,8 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
         ptx=builder.ptx(batch_world),
         sync=sync,
         saver=make_saver(config, world, [actor, *([critic] if critic else [])]),
-        phase_log=open_phase_log(config, world, steps_done),
-        steps_done=steps_done,
+        phase_log=open_phase_log(config, world, state["step"]),
+        steps_done=state["step"],
     )
     if resume_from:
         checkpoint.load_rng(resume_from, world)

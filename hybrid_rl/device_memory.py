@@ -64,9 +64,23 @@ class DeviceMemory:
     engine's own memory does not change while it generates.
     """
 
-    def __init__(self, device: torch.device, timeline: Timeline, planned: Mapping[str, Mapping[str, int]]) -> None:
-        """Measure a device; planned: phase -> who -> bytes at its peak, of the plan that the run was started with."""
+    def __init__(
+        self,
+        device: torch.device,
+        timeline: Timeline,
+        planned: Mapping[str, Mapping[str, int]],
+        *,
+        keeps_cache: bool = False,
+    ) -> None:
+        """Measure a device.
+
+        Args:
+            planned: phase -> who -> bytes at its peak, of the plan that the run was started with.
+            keeps_cache: whether PyTorch keeps what it has reserved for longer than a phase. Then its tensors are
+                counted, at their most, instead of what is reserved for them and for those of other phases.
+        """
         self._planned = planned
+        self._keeps_cache = keeps_cache
         self._device = device
         self._timeline = timeline
         self._used: dict[str, int] = {}
@@ -78,6 +92,7 @@ class DeviceMemory:
         if self._device.type == "cuda":
             if step != self._step:
                 self._step, self._peaks = step, {}
+            torch.cuda.reset_peak_memory_stats(self._device)
             self._used[phase] = self._measure()
             if phase in self._planned:
                 self._timeline.counter("device_memory_plan", **self._planned[phase])
@@ -91,6 +106,9 @@ class DeviceMemory:
         free, total = torch.cuda.mem_get_info(self._device)
         used = total - free
         reserved = torch.cuda.memory_reserved(self._device) - released_bytes()
+        if self._keeps_cache:
+            unused = torch.cuda.memory_reserved(self._device) - torch.cuda.max_memory_allocated(self._device)
+            used, reserved = used - unused, reserved - unused
         self._timeline.counter("device_memory", used=used, trainer=reserved)
         by_process = used_by_process(self._device)
         if by_process:

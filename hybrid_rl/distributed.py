@@ -127,3 +127,8 @@ def join_world(timeout_s: float = 1800.0) -> World:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout_s))
     return World(rank=rank, size=size, local_rank=local_rank, device=device)
+
+
+def leave_world() -> None:
+    """Close the connections of a run that came to its end; after a failure, others may still be in a collective."""
+    dist.destroy_process_group()

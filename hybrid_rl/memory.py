@@ -257,10 +257,17 @@ class MemoryManager:
         timeline: Timeline,
         *,
         planned: Mapping[str, Mapping[str, int]] | None = None,
+        keeps_cache: bool = False,
     ) -> None:
-        """Take charge of a device; planned: phase -> who -> bytes at its peak, to hold what is measured against."""
+        """Take charge of a device.
+
+        Args:
+            planned: phase -> who -> bytes at its peak, to hold what is measured against.
+            keeps_cache: whether PyTorch keeps its free memory from phase to phase, which nobody else will need.
+        """
         self.current: Phase | None = None
-        self.measured = DeviceMemory(device, timeline, planned or {})
+        self.measured = DeviceMemory(device, timeline, planned or {}, keeps_cache=keeps_cache)
+        self._keeps_cache = keeps_cache
         self._tenants: dict[str, Tenant] = {}
         self._expected: dict[str, bool] = {}
         self._residency = residency
@@ -326,7 +333,8 @@ class MemoryManager:
         for name in leaving:
             if name not in paired:
                 self._move(name, "release", phase.value, step)
-        self._empty_cache()
+        if not self._keeps_cache:
+            self._empty_cache()
         for out, into in pairs:
             self._exchange(out, into, phase.value, step)
         for name in entering:

@@ -132,6 +132,12 @@ class Plan:
         return replace(config, rollout=replace(config.rollout, kv_cache_memory_bytes=kv_bytes))
 
     @property
+    def fits_at_once(self) -> bool:
+        """Whether nothing moves, and what all phases need has room together."""
+        moving = [row for row in self.rows if row.name in self.residency and row.phases != ALWAYS]
+        return not moving and sum(row.num_bytes for row in self.rows) <= self.machine.budget_bytes
+
+    @property
     def worst(self) -> Phase:
         """The phase with the highest peak."""
         return max(Phase, key=self.peak)
@@ -192,7 +198,8 @@ def make_plan(config: Config, machine: Machine, shapes: Shapes, residency: Mappi
     if config.memory.swap == "auto":
         for group in planner.by_cost(tenants):
             more = stays | group
-            if _fits([*planner.settle(tenants, more), *others], machine):
+            rows = [*planner.settle(tenants, more), *others]
+            if all(sum(row.num_bytes for row in rows if p in row.phases) <= machine.budget_bytes for p in Phase):
                 stays = more
     rows = planner.settle(tenants, stays)
     tokens = kv.num_bytes // planner.kv_token_bytes
@@ -205,10 +212,6 @@ def make_plan(config: Config, machine: Machine, shapes: Shapes, residency: Mappi
         max_sequences=tokens // planner.full_length,
         wave=planner.wave,
     )
-
-
-def _fits(rows: list[Row], machine: Machine) -> bool:
-    return all(sum(row.num_bytes for row in rows if p in row.phases) <= machine.budget_bytes for p in Phase)
 
 
 def num_entries(phases: frozenset[Phase]) -> int:
@@ -224,9 +227,7 @@ class _Planner:
         self, config: Config, machine: Machine, shapes: Shapes, residency: Mapping[str, frozenset[Phase]]
     ) -> None:
         self._config, update = config, config.update
-        self._machine = machine
-        self._shapes = shapes
-        self._residency = residency
+        self._machine, self._shapes, self._residency = machine, shapes, residency
         self._dtype_bytes = 4 if config.models.dtype == "float32" else 2
         length = config.prompts.max_prompt_tokens + config.rollout.max_response_tokens
         self.full_length = -(-length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
@@ -303,8 +304,7 @@ class _Planner:
             dtype_bytes=self._dtype_bytes,
             optimizer=getattr(update, name),
         )
-        num_trained = shape.num_adapted(lora) if lora.rank else shape.num_params
-        return footprint(shape, sharding, num_trained=num_trained)
+        return footprint(shape, sharding, num_trained=shape.num_adapted(lora) if lora.rank else shape.num_params)
 
     def settle(self, tenants: Mapping[str, Row], stays: frozenset[str]) -> list[Row]:
         """Return the rows when some of them stay; DeepSpeed's offload leaves a part of the states behind."""

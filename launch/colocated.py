@@ -119,11 +119,13 @@ def run_rank(config: Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local_rank] if visible else str(local_rank)
     from transformers.utils.logging import disable_progress_bar
 
+    from hybrid_rl.distributed import leave_world
     from hybrid_rl.trainer import train
 
     disable_progress_bar()
     try:
         train(config)
+        leave_world()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
