@@ -32,8 +32,6 @@ KV_BLOCK_TOKENS = 16
 """vLLM's default block size on a GPU."""
 CHECKSUM_BYTES = 72 << 20
 """bucket.checksums: products of 8 rows of 2^20 int64, and a row of factors that stays; counted in its source."""
-DEEPSPEED_LEFTOVER = 0.54
-"""Measured on an H100: of 20.1 GiB that DeepSpeed's ZeRO-2 offload gave up, 10.8 stayed cached as fragments."""
 
 SYNC, ROLLOUT, SCORE, UPDATE_CRITIC, UPDATE_ACTOR = Phase
 ALWAYS = frozenset(Phase)
@@ -194,14 +192,14 @@ def make_plan(config: Config, machine: Machine, shapes: Shapes, residency: Mappi
     tenants = planner.tenants()
     others = [*planner.contexts(), *planner.score(), *planner.update("actor"), *planner.update("critic")]
     stays = frozenset[str]()
-    tenants["engine_kv_cache"] = kv = planner.kv_row([*planner.settle(tenants, stays), *others])
+    tenants["engine_kv_cache"] = kv = planner.kv_row([*_settle(tenants, stays), *others])
     if config.memory.swap == "auto":
         for group in planner.by_cost(tenants):
             more = stays | group
-            rows = [*planner.settle(tenants, more), *others]
+            rows = [*_settle(tenants, more), *others]
             if all(sum(row.num_bytes for row in rows if p in row.phases) <= machine.budget_bytes for p in Phase):
                 stays = more
-    rows = planner.settle(tenants, stays)
+    rows = _settle(tenants, stays)
     tokens = kv.num_bytes // planner.kv_token_bytes
     return Plan(
         rows=tuple(row for row in [*rows, *others] if row.num_bytes or row.host_bytes),
@@ -212,6 +210,11 @@ def make_plan(config: Config, machine: Machine, shapes: Shapes, residency: Mappi
         max_sequences=tokens // planner.full_length,
         wave=planner.wave,
     )
+
+
+def _settle(tenants: Mapping[str, Row], stays: frozenset[str]) -> list[Row]:
+    """Return the rows when some of them stay."""
+    return [row.kept() if name in stays else row for name, row in tenants.items()]
 
 
 def num_entries(phases: frozenset[Phase]) -> int:
@@ -305,15 +308,6 @@ class _Planner:
             optimizer=getattr(update, name),
         )
         return footprint(shape, sharding, num_trained=shape.num_adapted(lora) if lora.rank else shape.num_params)
-
-    def settle(self, tenants: Mapping[str, Row], stays: frozenset[str]) -> list[Row]:
-        """Return the rows when some of them stay; DeepSpeed's offload leaves a part of the states behind."""
-        rows = [row.kept() if name in stays else row for name, row in tenants.items()]
-        for name, row in tenants.items():
-            if self._config.memory.swap == "deepspeed" and name.endswith("_states") and name not in stays:
-                size = int(DEEPSPEED_LEFTOVER * row.out_bytes)
-                rows.append(Row(name=f"{name} fragments", num_bytes=size, phases=frozenset({SYNC, ROLLOUT})))
-        return rows
 
     def by_cost(self, tenants: Mapping[str, Row]) -> list[frozenset[str]]:
         """Return the rows that move, those that copy most first and the engine, which copies nothing, last."""

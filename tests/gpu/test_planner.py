@@ -1,6 +1,7 @@
 """The plan against a real run of a small model: the peak of every phase within 10 % or half a GiB.
 
-The prompts have 8 to 31 tokens and hardly a response ends early: the plan takes every sequence for full.
+The plan takes every sequence and every micro-batch for full. So they are here: prompts have 8 to 31 tokens, hardly a
+response ends early, and a mini-batch is three micro-batches and a part; of two, the full one precedes the gradients.
 """
 
 import json
@@ -28,7 +29,7 @@ def test_every_phase_takes_what_was_planned(
         "prompts": {"path": str(small / "prompts.jsonl"), "answer_column": None, "max_prompt_tokens": 32},
         "rollout": {"rollout_batch_size": 64, "max_response_tokens": 192, "kv_cache_memory_bytes": None},
         "advantage": {"kl_coef": 0.05},
-        "update": {"mini_batch_size": 32, "micro_batch_tokens": 4096},
+        "update": {"mini_batch_size": 64, "micro_batch_tokens": 4096},
         "memory": {"swap": swap},
         "checkpoint": {"every_steps": 0, "export": False},
     }
