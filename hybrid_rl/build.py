@@ -325,7 +325,7 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
         data.loader.load_state_dict(state["loader"])  # refuses other data, before a model loads
     recorder = Recorder(config, world, batch_world)
     memory = MemoryManager(
-        plan.residency, world.device, recorder.timeline, planned=plan.peaks, keeps_cache=plan.fits_at_once
+        plan.residency, world.device, recorder.timeline, planned=plan.peaks, keeps_cache=plan.has_room_for_cache
     )
     builder = Builder(config, world, data, memory, recorder.timeline, resume_from)
     builder.reserve_host(plan.rows)

@@ -130,10 +130,11 @@ class Plan:
         return replace(config, rollout=replace(config.rollout, kv_cache_memory_bytes=kv_bytes))
 
     @property
-    def fits_at_once(self) -> bool:
-        """Whether nothing moves, and what all phases need has room together."""
+    def has_room_for_cache(self) -> bool:
+        """Whether nothing moves, and what the engine takes while it generates has room beside the trainer's peak."""
         moving = [row for row in self.rows if row.name in self.residency and row.phases != ALWAYS]
-        return not moving and sum(row.num_bytes for row in self.rows) <= self.machine.budget_bytes
+        generating = sum(row.num_bytes for row in self.rows if row.phases == {ROLLOUT})
+        return not moving and self.peak(self.worst) + generating <= self.machine.budget_bytes
 
     @property
     def worst(self) -> Phase:

@@ -177,3 +177,17 @@ def test_a_random_model_is_what_transformers_loads(tmp_path):
     assert len(tokenizer) == 128 and {len(tokenizer(prompt)["input_ids"]) for prompt in prompts} == {8}
     assert tokenizer.decode([1, 2, 100, 101]) == "ab w100 w101"
     assert even_words(None, "ab w100 w27") == pytest.approx(2 / 3) and even_words(None, "") == 0
+
+
+def test_links_are_timed_between_ranks(tmp_path):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--megabytes", "1", "--repeats", "3", "--out", str(tmp_path)]
+    command = [sys.executable, *torchrun, str(ROOT / "profiling" / "bench_links.py"), *options]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    lines = (tmp_path / "links.csv").read_text().splitlines()
+    assert lines[0].startswith("# 2 ranks, device ")
+    rows = {row["what"]: row for row in csv.DictReader(lines[1:])}
+    # Of two ranks each sends half of the bytes in a gather, all of them in a reduction.
+    sent = {name: float(row["gb_per_s"]) * float(row["ms"]) for name, row in rows.items()}
+    expected = {"all-reduce": 1.0, "all-gather": 0.5, "broadcast": 1.0}
+    assert {name: sent[name] for name in expected} == pytest.approx(expected)

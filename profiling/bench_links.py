@@ -1,0 +1,72 @@
+"""What ranks reach between each other: bytes per GPU and direction, for the simulator's rates in and between nodes.
+
+python -m torch.distributed.run --standalone --nproc-per-node 2 profiling/bench_links.py
+... --megabytes 1 --repeats 3    # a dry run on a CPU
+
+200 MB is what DeepSpeed reduces at once: 50 million float32. A ring of W ranks sends (W - 1) / W of the bytes over each
+link for a gather, twice that for a reduction that leaves the sum everywhere.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from colocated_run import table, write_csv
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "kernels")]
+
+from hybrid_rl.distributed import World, join_world, leave_world  # noqa: E402
+
+
+def seconds(world: World, collective: Callable[[], object]) -> float:
+    """Return how long a collective takes until the device is done, on the slowest rank."""
+    world.barrier()
+    start = time.perf_counter()
+    collective()
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+    return max(world.gather(time.perf_counter() - start))
+
+
+def collectives(world: World, num_bytes: int) -> Iterator[tuple[str, float, Callable[[], object]]]:
+    """Yield name, bytes over each link, and what to time."""
+    whole = torch.ones(num_bytes // 4 // world.size * world.size, device=world.device)
+    part = torch.empty(len(whole) // world.size, device=world.device)
+    sent = whole.nbytes * (world.size - 1) / world.size
+    yield "all-reduce", 2 * sent, lambda: dist.all_reduce(whole)
+    if world.device.type == "cuda":  # gloo cannot
+        yield "reduce-scatter", sent, lambda: dist.reduce_scatter_tensor(part, whole)
+    yield "all-gather", sent, lambda: dist.all_gather_into_tensor(whole, part)
+    yield "broadcast", whole.nbytes, lambda: dist.broadcast(whole, 0)
+
+
+def main() -> None:
+    """Time each collective, and print and write a table on the first rank."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[200, 3000])
+    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    arguments = parser.parse_args()
+    world = join_world()
+    rows = []
+    for megabytes in arguments.megabytes:
+        for name, sent, collective in collectives(world, megabytes * 10**6):
+            taken = [seconds(world, collective) for _ in range(arguments.repeats + 1)][1:]
+            middle = statistics.median(taken)
+            rows.append({"what": name, "megabytes": megabytes, "ms": 1e3 * middle, "gb_per_s": sent / middle / 1e9})
+    if world.is_main:
+        card = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+        environment = f"# {world.size} ranks, device {card}, torch {torch.__version__}, median of {arguments.repeats}"
+        write_csv(arguments.out / "links.csv", environment, rows)
+        print(*table(rows), sep="\n")
+    leave_world()
+
+
+if __name__ == "__main__":
+    main()
