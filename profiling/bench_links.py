@@ -9,29 +9,23 @@ link for a gather, twice that for a reduction that leaves the sum everywhere.
 
 import argparse
 import statistics
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from bench_memory import milliseconds
 from colocated_run import table, write_csv
 
+from hybrid_rl.distributed import World, join_world, leave_world
+
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "kernels")]
-
-from hybrid_rl.distributed import World, join_world, leave_world  # noqa: E402
 
 
-def seconds(world: World, collective: Callable[[], object]) -> float:
-    """Return how long a collective takes until the device is done, on the slowest rank."""
+def slowest_ms(world: World, collective: Callable[[], object]) -> float:
+    """Return how long a collective takes on the slowest rank."""
     world.barrier()
-    start = time.perf_counter()
-    collective()
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
-    return max(world.gather(time.perf_counter() - start))
+    return max(world.gather(milliseconds(collective)))
 
 
 def collectives(world: World, num_bytes: int) -> Iterator[tuple[str, float, Callable[[], object]]]:
@@ -57,9 +51,8 @@ def main() -> None:
     rows = []
     for megabytes in arguments.megabytes:
         for name, sent, collective in collectives(world, megabytes * 10**6):
-            taken = [seconds(world, collective) for _ in range(arguments.repeats + 1)][1:]
-            middle = statistics.median(taken)
-            rows.append({"what": name, "megabytes": megabytes, "ms": 1e3 * middle, "gb_per_s": sent / middle / 1e9})
+            ms = statistics.median([slowest_ms(world, collective) for _ in range(arguments.repeats + 1)][1:])
+            rows.append({"what": name, "megabytes": megabytes, "ms": ms, "gb_per_s": sent / ms / 1e6})
     if world.is_main:
         card = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
         environment = f"# {world.size} ranks, device {card}, torch {torch.__version__}, median of {arguments.repeats}"

@@ -38,6 +38,7 @@ PY
 
 "${PYTHON:-python}" - "$out" "$(nvidia-smi --query-gpu=name --format=csv,noheader | head -1)" <<'PY'
 import csv
+import os
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -45,6 +46,7 @@ from statistics import mean
 
 import torch
 import triton
+from colocated_run import table, write_csv
 
 WANTED = {
     "Duration": "us",
@@ -53,21 +55,23 @@ WANTED = {
     "DRAM Throughput": "DRAM %",
     "L2 Hit Rate": "L2 hits %",
 }
-NS_PER_UNIT = {"ns": 1, "us": 1e3, "ms": 1e6}
+SCALES = {"%": 1, "ns": 1e-3, "us": 1, "ms": 1e3}
 out, card = Path(sys.argv[1]), sys.argv[2]
 lines = [line for line in open(out / "ncu_details.csv", encoding="utf-8") if not line.startswith("==")]
 launches = defaultdict(lambda: defaultdict(list))
 for row in csv.DictReader(lines):
-    # Memory Throughput stands twice: as a share of the peak, and in bytes per second. Shares have no unit of time.
-    if row["Metric Name"] in WANTED and (row["Metric Name"] != "Memory Throughput" or row["Metric Unit"] == "%"):
-        value = float(row["Metric Value"].replace(",", "")) * NS_PER_UNIT.get(row["Metric Unit"], 1e3) / 1e3
-        launches[row["Kernel Name"].split("(")[0], row["Grid Size"]][WANTED[row["Metric Name"]]].append(value)
-with open(out / "ncu.csv", "w", newline="", encoding="utf-8") as file:
-    file.write(f"# device {card}, torch {torch.__version__}, triton {triton.__version__}\n")
-    table = csv.writer(file, lineterminator="\n")
-    table.writerow(["kernel", "grid", "launches", *WANTED.values()])
-    for (kernel, grid), metrics in sorted(launches.items()):
-        means = [f"{mean(metrics[name]):.1f}" for name in WANTED.values()]
-        table.writerow([kernel, grid, len(metrics["us"]), *means])
-print((out / "ncu.csv").read_text())
+    # Memory Throughput stands twice: as a share of the peak, and in bytes per second.
+    name, scale = WANTED.get(row["Metric Name"]), SCALES.get(row["Metric Unit"])
+    if name and scale:
+        launches[row["Kernel Name"].split("(")[0], row["Grid Size"]][name].append(
+            float(row["Metric Value"].replace(",", "")) * scale
+        )
+rows = [
+    {"kernel": kernel, "grid": grid, "launches": len(metrics["us"])}
+    | {name: round(mean(metrics[name]), 1) for name in WANTED.values()}
+    for (kernel, grid), metrics in sorted(launches.items())
+]
+shapes = f"log-probs {os.environ['LOGPROB_SHAPE']}, GAE {os.environ['GAE_SHAPE']}"
+write_csv(out / "ncu.csv", f"# device {card}, torch {torch.__version__}, triton {triton.__version__}, {shapes}", rows)
+print(*table(rows), sep="\n")
 PY

@@ -50,9 +50,11 @@ def train(small: Path, tmp_path: Path, launch: Callable[..., Path]) -> Callable[
     def run(name: str, ray: bool = False, **changes: dict[str, Any]) -> Rows:
         folder = tmp_path / name
         folder.mkdir()
-        how = ("--address", "local", "--num_workers", "2") if ray else ("--num_processes", "2")
-        script = "ray_cluster.py" if ray else "colocated.py"
-        left = launch(settings(small, folder, changes), *how, script=script)
+        wanted = settings(small, folder, changes)
+        if ray:
+            left = launch(wanted, "--address", "local", "--num_workers", "2", script="ray_cluster.py")
+        else:
+            left = launch(wanted, "--num_processes", "2")
         return [json.loads(line) for line in (left / "metrics.jsonl").read_text().splitlines()]
 
     return run
