@@ -85,7 +85,7 @@ class Bench:
     world: World
     repeats: int
     path: Path
-    """Of the CSV file, written again with every row: torch may end this process, see bench_others."""
+    """Of the CSV file, written again with every row, for a run that is cut off."""
     floor_ms: float = float("nan")
     rows: list[Row] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -142,17 +142,21 @@ def bench_ours(bench: Bench, trainer: Trainer, engine: VllmEngine, make: Callabl
 
 
 def bench_handles(bench: Bench, trainer: Trainer, engine: VllmEngine) -> None:
-    """Time one handle per parameter: all in one message, and OpenRLHF's way, a message for each."""
+    """Time one handle per parameter: all in one message, and OpenRLHF's way, a message for each.
+
+    Each parameter has memory of its own: torch 2.11 wraps a memory's owner anew for every handle and frees the owners by
+    recursion, which 14,000 handles of one flat buffer end with a segmentation fault.
+    """
     from torch.multiprocessing.reductions import reduce_tensor
+
+    weights = {name: t.clone() for name, t in trainer.weights.items()}
 
     def send(weights: dict[str, Tensor]) -> None:
         message = pickle.dumps([(name, reduce_tensor(t)[1]) for name, t in weights.items()])
         engine._llm.collective_rpc("bench_load", args=(message,))
 
-    bench.time("one handle per parameter, one message", lambda: send(trainer.weights))
-    bench.time(
-        "one handle and one message per parameter", lambda: [send({name: t}) for name, t in trainer.weights.items()]
-    )
+    bench.time("one handle per parameter, one message", lambda: send(weights))
+    bench.time("one handle and one message per parameter", lambda: [send({name: t}) for name, t in weights.items()])
 
 
 class Client:
@@ -207,12 +211,8 @@ def _send_packed(ipc_engine: Any, client: Client, trainer: Trainer) -> None:
     client.finish_weight_update()
 
 
-def bench_others(bench: Bench, trainer: Trainer, folder: str) -> VllmEngine:
-    """Time the ways of others; return their engine.
-
-    After 14,000 handles torch 2.11 ends this process with a segmentation fault when their tensors or the engine go, so
-    the handles come last.
-    """
+def bench_others(bench: Bench, trainer: Trainer, folder: str) -> None:
+    """Time the ways of others."""
     try:
         from vllm.config.weight_transfer import WeightTransferConfig
 
@@ -223,11 +223,11 @@ def bench_others(bench: Bench, trainer: Trainer, folder: str) -> VllmEngine:
     else:
         bench_packed(bench, trainer, engine)
     bench_handles(bench, trainer, engine)
-    return engine
+    engine.close()
 
 
-def measure(bench: Bench, shape: dict[str, int]) -> VllmEngine | None:
-    """Run everything: the engine that shares first, then the one that gets copies; return one that is to be closed."""
+def measure(bench: Bench, shape: dict[str, int]) -> None:
+    """Run everything: the engine that shares first, then the one that gets copies, then the ways of others."""
     world = bench.world
     config = Qwen2Config(**shape, tie_word_embeddings=True, eos_token_id=0, pad_token_id=0, bos_token_id=None)
     config.architectures = ["Qwen2ForCausalLM"]
@@ -258,7 +258,8 @@ def measure(bench: Bench, shape: dict[str, int]) -> VllmEngine | None:
         bench_ours(bench, trainer, engine, copy(1 << 30), "copy, bucket of 1 GiB")
         bench_ours(bench, trainer, engine, copy(1 << 40), "copy, bucket of the model")
         engine.close()
-        return bench_others(bench, trainer, folder) if world.device.type == "cuda" else None
+        if world.device.type == "cuda":
+            bench_others(bench, trainer, folder)
 
 
 def main() -> None:
@@ -274,14 +275,12 @@ def main() -> None:
     if world.device.type != args.device:
         parser.error(f"--device {args.device}: this machine has {world.device.type}")
     bench = Bench(world=world, repeats=args.repeats, path=args.out / "sync.csv")
-    engine = measure(bench, TINY if args.tiny else SHAPE)
+    measure(bench, TINY if args.tiny else SHAPE)
     print(f"\n{'way':45} {'first ms':>10} {'ms':>10} {'floors':>8}")
     for row in bench.rows:
         print(f"{row.way:45} {row.first_ms:10.2f} {row.ms:10.3f} {row.floors:8.2f}")
     for line in bench.missing:
-        print("did not run:", line, flush=True)
-    if engine:
-        engine.close()
+        print("did not run:", line)
 
 
 if __name__ == "__main__":
