@@ -5,10 +5,11 @@ Shape letters: P prompts, G group, B = P * G sequences, T response tokens (padde
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -99,6 +100,12 @@ class TrainBatch:
         """Return a copy with some fields replaced."""
         return replace(self, **changes)
 
+    def select(self, rows: list[int]) -> "TrainBatch":
+        """Return some rows, as wide as before."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        picked = {name: value[rows] for name, value in found.items() if isinstance(value, Tensor)}
+        return self.with_fields(sequences=[self.sequences[row] for row in rows], **picked)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
@@ -154,6 +161,19 @@ def make_train_batch(rollouts: Sequence[Rollout]) -> TrainBatch:
     )
 
 
+def join(batches: Sequence[TrainBatch]) -> TrainBatch:
+    """Return the rows of some batches, filled in equally far, one after the other and as wide as the widest."""
+    filled = [batch for batch in batches if len(batch)] or batches[:1]
+    width = max(batch.response_mask.shape[1] for batch in filled)
+
+    def lay(values: list[Tensor]) -> Tensor:
+        return torch.cat([F.pad(v, (0, width - v.shape[1])) if v.ndim == 2 else v for v in values])
+
+    found = {f.name: [getattr(batch, f.name) for batch in filled] for f in fields(TrainBatch)}
+    laid = {name: lay(values) for name, values in found.items() if isinstance(values[0], Tensor)}
+    return filled[0].with_fields(sequences=[s for batch in filled for s in batch.sequences], **laid)
+
+
 def pack(batch: TrainBatch, rows: Sequence[int], device: torch.device) -> Packed:
     """Return the given rows of the batch laid end to end on the device.
 
@@ -198,3 +218,15 @@ def split(lengths: Sequence[int], max_tokens: int, rows: Sequence[int] | None = 
         groups[place].append(row)
         room[place] -= lengths[row]
     return groups
+
+
+def spread(lengths: Sequence[int], num_ranks: int) -> list[int]:
+    """Return the rank of each item: the longest first, each to the rank that has the least by then.
+
+    Source: Graham 1969, longest processing time: at most 4/3 of the best possible maximum.
+    """
+    ranks, held = [0] * len(lengths), [0] * num_ranks
+    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        ranks[item] = held.index(min(held))
+        held[ranks[item]] += lengths[item]
+    return ranks

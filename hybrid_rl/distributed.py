@@ -3,8 +3,9 @@
 import dataclasses
 import datetime
 import os
+import pickle
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,18 @@ class World:
         items: list[Any] = [None] * self.size
         dist.all_gather_object(items, item, group=self.group)
         return items
+
+    def exchange(self, items: Sequence[Any]) -> list[Any]:
+        """Send each rank its one of `size` picklable items; return what the ranks sent here, in rank order."""
+        if self.size == 1:
+            return list(items)
+        outgoing = [torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8) for item in items]
+        sizes = torch.tensor([len(part) for part in outgoing])
+        coming = torch.empty_like(sizes)
+        dist.all_to_all_single(coming, sizes, group=self.group)
+        incoming = torch.empty(int(coming.sum()), dtype=torch.uint8)
+        dist.all_to_all_single(incoming, torch.cat(outgoing), coming.tolist(), sizes.tolist(), group=self.group)
+        return [pickle.loads(part.numpy()) for part in incoming.split(coming.tolist())]
 
     def means(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
         """Return each key's sum over ranks divided by its count over ranks; a key counted nowhere is left out."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.advantage import masked_sums, overlong_penalty
-from hybrid_rl.batch import Rollout, TrainBatch, make_train_batch
+from hybrid_rl.batch import Rollout, TrainBatch, make_train_batch, spread
 from hybrid_rl.config import RewardConfig
 from hybrid_rl.distributed import World
 from hybrid_rl.rewards import RemoteScorer, RunningNormalizer, ScorerPool
@@ -153,22 +153,11 @@ class Filter:
         return self._kept.select(rows), metrics
 
 
-def spread_groups(num_tokens: Sequence[int], num_ranks: int) -> list[int]:
-    """Return the rank of each group: the longest first, each to the rank that has the fewest tokens by then.
-
-    Source: Graham 1969, longest processing time: at most 4/3 of the best possible maximum.
-    """
-    ranks, held = [0] * len(num_tokens), [0] * num_ranks
-    for group in sorted(range(len(num_tokens)), key=lambda g: (-num_tokens[g], g)):
-        ranks[group] = held.index(min(held))
-        held[ranks[group]] += num_tokens[group]
-    return ranks
-
-
 def spread_by_tokens(scored: Scored, world: World, batch_world: World) -> Scored:
-    """Return this rank's share of all ranks' responses, so that the ranks train on about as many tokens each.
+    """Return this rank's share of all ranks' responses, so that the ranks score about as many tokens each.
 
     A rank that drew the long responses would keep the others waiting. Groups stay together: their baselines need that.
+    For the updates, update.spread_mini_batches spreads them anew.
 
     Args:
         world: all ranks.
@@ -181,13 +170,14 @@ def spread_by_tokens(scored: Scored, world: World, batch_world: World) -> Scored
         sizes[rollout.prompt.prompt_id] += len(rollout.prompt.token_ids) + len(rollout.response_ids)
     everyone = {group: size for part in world.gather(dict(sizes)) for group, size in part.items()}
     groups = sorted(everyone)
-    share_of = dict(zip(groups, spread_groups([everyone[g] for g in groups], batch_world.size), strict=True))
-    rows_of: dict[int, list[int]] = {batch_world.rank: []}
+    share_of = dict(zip(groups, spread([everyone[g] for g in groups], batch_world.size), strict=True))
+    rows_of: list[list[int]] = [[] for _ in range(batch_world.size)]
     for row, rollout in enumerate(scored.rollouts):
-        rows_of.setdefault(share_of[rollout.prompt.prompt_id], []).append(row)
-    sent = {place: replace(scored.select(rows), num_failed=0) for place, rows in rows_of.items()}
-    sent[batch_world.rank] = replace(sent[batch_world.rank], num_failed=scored.num_failed)  # counted where it was
-    received = [part[batch_world.rank] for part in world.gather(sent) if batch_world.rank in part]
+        rows_of[share_of[rollout.prompt.prompt_id]].append(row)
+    parts = [replace(scored.select(rows), num_failed=0) for rows in rows_of]
+    parts[batch_world.rank] = replace(parts[batch_world.rank], num_failed=scored.num_failed)  # counted where it was
+    num_alike = world.size // batch_world.size  # neighbours
+    received = world.exchange([parts[rank // num_alike] for rank in range(world.size)])
     share = functools.reduce(Scored.__add__, received)
     return share.select(sorted(range(len(share.rollouts)), key=lambda row: share.rollouts[row].sequence_id))
 

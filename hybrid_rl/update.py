@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybrid_rl.batch import Packed, TrainBatch, pack, split
+from hybrid_rl.batch import Packed, TrainBatch, join, pack, split, spread
 from hybrid_rl.config import UpdateConfig
 from hybrid_rl.distributed import World
 from hybrid_rl.engines.deepspeed import TrainEngine
@@ -27,18 +27,29 @@ def num_optimizer_steps(step_sizes: Iterable[int], config: UpdateConfig) -> int:
     return sum(config.num_epochs * -(-size // config.mini_batch_size) for size in step_sizes)
 
 
-def mini_batches(sequence_ids: Tensor, size: int, *, seed: int, world: World) -> list[list[int]]:
-    """Return this rank's rows of each mini-batch, in a random order that does not depend on the number of ranks.
+def spread_mini_batches(batch: TrainBatch, size: int, *, seed: int, world: World) -> tuple[TrainBatch, list[list[int]]]:
+    """Draw mini-batches, and let the ranks exchange sequences until each has as many tokens of every mini-batch.
 
-    Every global mini-batch has `size` sequences but perhaps the last. A rank may hold none of one.
+    Ranks wait for each other in every micro-batch. With the sequences left where they were scored, a mini-batch of 128
+    of equal length, packed by 32, would take two ranks 2.9 micro-batches on average instead of 2.
+
+    Returns:
+        This rank's sequences, and its rows of each mini-batch. Every global mini-batch has `size` sequences but perhaps
+        the last, and the same ones for any number of ranks. A rank may hold none of one.
     """
-    everyone = sorted(i for ids in world.gather(sequence_ids.tolist()) for i in ids)
-    random.Random(seed).shuffle(everyone)
-    position = {sequence_id: place for place, sequence_id in enumerate(everyone)}
-    chunks: list[list[int]] = [[] for _ in range(-(-len(everyone) // size))]
-    for row, sequence_id in enumerate(sequence_ids.tolist()):
-        chunks[position[sequence_id] // size].append(row)
-    return chunks
+    ids = batch.sequence_ids.tolist()
+    found = world.gather(dict(zip(ids, batch.sequence_lengths, strict=True)))
+    lengths = {sequence_id: length for part in found for sequence_id, length in part.items()}
+    order = sorted(lengths)
+    random.Random(seed).shuffle(order)
+    chunks = [order[first : first + size] for first in range(0, len(order), size)]
+    ranks: dict[int, int] = {}
+    for chunk in chunks:
+        ranks |= zip(chunk, spread([lengths[i] for i in chunk], world.size), strict=True)
+    rows_of = [[row for row, i in enumerate(ids) if ranks[i] == rank] for rank in range(world.size)]
+    share = join(world.exchange([batch.select(rows) for rows in rows_of]))
+    row_of = {sequence_id: row for row, sequence_id in enumerate(share.sequence_ids.tolist())}
+    return share, [[row_of[i] for i in chunk if i in row_of] for chunk in chunks]
 
 
 def mini_batch_weights(
@@ -84,7 +95,7 @@ def _update(
     *,
     seed: int,
     max_response_tokens: int,
-    compute_loss: Callable[[Packed, Tensor], tuple[Tensor, Sums]],
+    compute_loss: Callable[[TrainBatch, Packed, Tensor], tuple[Tensor, Sums]],
     ptx: PtxBackward | None = None,
 ) -> dict[str, float]:
     """Run all epochs and mini-batches with a loss per micro-batch; return its sums, averaged over optimizer steps.
@@ -94,18 +105,19 @@ def _update(
     totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=world.device))
     num_steps = 0
     for epoch in range(config.num_epochs):
-        for rows in mini_batches(batch.sequence_ids, config.mini_batch_size, seed=seed + epoch, world=world):
-            weights = mini_batch_weights(batch, rows, config, world, max_response_tokens)
+        share, mini_batches = spread_mini_batches(batch, config.mini_batch_size, seed=seed + epoch, world=world)
+        for rows in mini_batches:
+            weights = mini_batch_weights(share, rows, config, world, max_response_tokens)
             losses: list[tuple[Tensor, Packed]] = []
             if ptx is not None:
                 totals["ptx_loss"] += ptx(engine) / world.size
-            for packed, is_last in _micro_batches(batch, rows, config, world):
-                loss, sums = compute_loss(packed, packed.gather(weights))
+            for packed, is_last in _micro_batches(share, rows, config, world):
+                loss, sums = compute_loss(share, packed, packed.gather(weights))
                 losses.append((loss.detach(), packed))
                 engine.backward(loss, is_last=is_last)
                 for name, value in sums.items():
                     totals[name] += value.detach().double()
-            _check_finite(losses, batch)
+            _check_finite(losses, share)
             totals["lr"] += engine.lr / world.size
             totals["grad_norm"] += engine.step() / world.size
             num_steps += 1
@@ -210,9 +222,9 @@ def update_actor(
     loss = (1 - ptx_coef) (policy loss - entropy_coef * entropy + kl.coef * KL), and what ptx back-propagates itself.
     """
 
-    def compute_loss(packed: Packed, weights: Tensor) -> tuple[Tensor, Sums]:
+    def compute_loss(share: TrainBatch, packed: Packed, weights: Tensor) -> tuple[Tensor, Sums]:
         inputs = packed_inputs(packed) | {"index": packed.response_index, "targets": packed.targets}
-        token_loss = ActorLoss(packed, batch, weights, config, kl)
+        token_loss = ActorLoss(packed, share, weights, config, kl)
         if token_loss.is_elementwise:
             loss, logprobs, entropy = engine.forward(**inputs, temperature=temperature, loss_of_logprobs=token_loss)
         else:
@@ -236,14 +248,12 @@ def update_critic(
     engine: TrainEngine, batch: TrainBatch, config: UpdateConfig, world: World, *, seed: int, max_response_tokens: int
 ) -> dict[str, float]:
     """Take the optimizer steps of the critic on a batch with value targets; return metrics averaged over them."""
-    assert batch.values is not None and batch.returns is not None
-    old_values, returns = batch.values, batch.returns
 
-    def compute_loss(packed: Packed, weights: Tensor) -> tuple[Tensor, Sums]:
+    def compute_loss(share: TrainBatch, packed: Packed, weights: Tensor) -> tuple[Tensor, Sums]:
+        assert share.values is not None and share.returns is not None
         values = engine.forward(**packed_inputs(packed), index=packed.response_index)
-        token_loss, is_clipped = value_loss(
-            values, packed.gather(old_values), packed.gather(returns), value_clip=config.value_clip
-        )
+        old_values, returns = packed.gather(share.values), packed.gather(share.returns)
+        token_loss, is_clipped = value_loss(values, old_values, returns, value_clip=config.value_clip)
         loss = (weights * token_loss).sum()
         return loss, {"loss": loss, "clip_fraction": (weights * is_clipped).sum(), "value": (weights * values).sum()}
 

@@ -144,7 +144,7 @@ def bench_ours(bench: Bench, trainer: Trainer, engine: VllmEngine, make: Callabl
 def bench_handles(bench: Bench, trainer: Trainer, engine: VllmEngine) -> None:
     """Time one handle per parameter: all in one message, and OpenRLHF's way, a message for each.
 
-    Each parameter has memory of its own: torch 2.11 wraps a memory's owner anew for every handle and frees the owners by
+    Each parameter has memory of its own: torch 2.11 wraps a memory's owner anew for every handle, and frees owners by
     recursion, which 14,000 handles of one flat buffer end with a segmentation fault.
     """
     from torch.multiprocessing.reductions import reduce_tensor

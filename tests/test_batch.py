@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_rl.batch import Prompt, Rollout, make_train_batch, pack, split
+from hybrid_rl.batch import Prompt, Rollout, join, make_train_batch, pack, split, spread
 
 EOS = PAD = 2
 CPU = torch.device("cpu")
@@ -72,6 +72,19 @@ def test_with_fields_returns_a_copy(rollouts):
     batch = make_train_batch(rollouts)
     assert batch.with_fields(rewards=torch.ones(4)).rewards.tolist() == [1, 1, 1, 1]
     assert batch.rewards is None
+
+
+def test_rows_that_were_sent_apart_are_joined_to_the_same_batch(rollouts):
+    whole = make_train_batch(rollouts).with_fields(rewards=torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    apart = make_train_batch([rollouts[0]]).with_fields(rewards=torch.tensor([1.0]))  # 3 tokens wide instead of 5
+    nothing = make_train_batch([])  # of a rank without sequences, which has no rewards either
+    joined = join([nothing, whole.select([3, 1]), apart, whole.select([2]), whole.select([])])
+    assert [s.tolist() for s in joined.sequences] == [whole.sequences[row].tolist() for row in (3, 1, 0, 2)]
+    for name in ("prompt_lengths", "response_mask", "group_ids", "sequence_ids", "is_truncated", "rewards"):
+        assert torch.equal(getattr(joined, name), getattr(whole, name)[[3, 1, 0, 2]]), name
+    assert torch.equal(joined.rollout_logprobs, whole.rollout_logprobs[[3, 1, 0, 2]])
+    assert joined.advantages is None
+    assert len(join([whole.select([]), whole.select([])])) == 0
 
 
 def test_pack_by_hand(rollouts):
@@ -146,3 +159,16 @@ def test_every_response_token_is_packed_once(lengths, random):
         assert packed.input_ids[0, packed.response_index + 1].tolist() == packed.targets.tolist()
         packed.scatter(packed.gather(seen) + 1, seen)
     assert seen.tolist() == batch.response_mask.float().tolist()
+
+
+@pytest.mark.parametrize(
+    "lengths, num_ranks, ranks",
+    [
+        ([8, 7, 6, 5, 4], 2, [0, 1, 1, 0, 0]),  # 8 | 7; then 6 to 7, 5 to 8, and 4 to the first of 13 and 13
+        ([1, 1, 9, 1], 2, [1, 1, 0, 1]),
+        ([3], 4, [0]),
+        ([], 2, []),
+    ],
+)
+def test_items_go_to_the_rank_with_the_least(lengths, num_ranks, ranks):
+    assert spread(lengths, num_ranks) == ranks

@@ -22,7 +22,6 @@ from hybrid_rl.judge import (
     penalize,
     score_rollouts,
     spread_by_tokens,
-    spread_groups,
 )
 from hybrid_rl.models import load_value_model
 from hybrid_rl.rewards import RunningNormalizer, ScorerPool
@@ -149,19 +148,6 @@ def test_penalties_are_the_sampled_responses_own():
 
 
 # Several ranks
-
-
-@pytest.mark.parametrize(
-    "num_tokens, num_ranks, ranks",
-    [
-        ([8, 7, 6, 5, 4], 2, [0, 1, 1, 0, 0]),  # 8 | 7; then 6 to 7, 5 to 8, and 4 to the first of 13 and 13
-        ([1, 1, 9, 1], 2, [1, 1, 0, 1]),
-        ([3], 4, [0]),
-        ([], 2, []),
-    ],
-)
-def test_groups_go_to_the_rank_with_the_fewest_tokens(num_tokens, num_ranks, ranks):
-    assert spread_groups(num_tokens, num_ranks) == ranks
 
 
 # Prompt id: length of its two responses, with one token of prompt each. All the long ones are drawn by rank 0.

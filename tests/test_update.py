@@ -17,7 +17,7 @@ from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.deepspeed import TrainEngine
 from hybrid_rl.models import load_actor, load_value_model
 from hybrid_rl.score import Packing, token_logprobs
-from hybrid_rl.update import KlInLoss, mini_batches, num_optimizer_steps, update_actor, update_critic
+from hybrid_rl.update import KlInLoss, num_optimizer_steps, spread_mini_batches, update_actor, update_critic
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -95,8 +95,8 @@ def run_case(case: Case, folder: Path, world: World) -> dict[str, Any]:
         metrics = update_critic(engine, batch, config, world, seed=7, max_response_tokens=8)
     with engine.gathered([name for name, _, _ in engine.named_shapes()]) as tensors:
         weights = {name: t.clone() for name, t in tensors.items()}
-    rows = mini_batches(batch.sequence_ids, case.mini_batch_size, seed=3, world=world)
-    composition = [batch.sequence_ids[r].tolist() for r in rows]
+    share, rows = spread_mini_batches(batch, case.mini_batch_size, seed=3, world=world)
+    composition = [share.sequence_ids[r].tolist() for r in rows]
     return {"weights": weights, "metrics": metrics, "mini_batches": composition}
 
 
@@ -246,15 +246,15 @@ def test_what_is_masked_is_not_read(tiny, world, alone, garbage):
 
 
 def test_mini_batches_are_a_seeded_partition(world):
-    ids = torch.tensor([40, 3, 17, 8, 25])
-    batches = mini_batches(ids, 2, seed=1, world=world)
-    assert [len(rows) for rows in batches] == [2, 2, 1]
-    assert sorted(row for rows in batches for row in rows) == list(range(5))
-    assert batches == mini_batches(ids, 2, seed=1, world=world)
-    assert any(batches != mini_batches(ids, 2, seed=seed, world=world) for seed in range(2, 6))
-    shuffled = torch.tensor([2, 0, 4, 1, 3])  # where the sequences lie in the batch does not matter
-    again = mini_batches(ids[shuffled], 2, seed=1, world=world)
-    assert [sorted(ids[shuffled][rows].tolist()) for rows in again] == [sorted(ids[rows].tolist()) for rows in batches]
+    def drawn(ids: tuple[int, ...], seed: int) -> list[list[int]]:
+        share, batches = spread_mini_batches(make_batch(ids), 2, seed=seed, world=world)
+        return [share.sequence_ids[rows].tolist() for rows in batches]
+
+    batches = drawn((4, 3, 7, 0, 2), 1)
+    assert [len(ids) for ids in batches] == [2, 2, 1]
+    assert sorted(i for ids in batches for i in ids) == [0, 2, 3, 4, 7]
+    assert batches == drawn((7, 4, 2, 3, 0), 1)  # where the sequences lie in the batch does not matter
+    assert any(batches != drawn((4, 3, 7, 0, 2), seed) for seed in range(2, 6))
 
 
 @pytest.mark.parametrize(
@@ -276,11 +276,12 @@ CASES = {
     for name, rows, changes in (
         ("even", EVEN, {}),
         ("uneven", UNEVEN, {}),
-        ("rank-without-a-mini-batch", UNEVEN, {"mini_batch_size": 2}),
-        ("rank-without-sequences", NOTHING, {"aggregation": "sequence_mean"}),
+        ("one-mini-batch", UNEVEN, {"mini_batch_size": 8}),
+        ("rank-without-a-mini-batch", UNEVEN, {"mini_batch_size": 1}),
+        ("all-on-one-rank", NOTHING, {"aggregation": "sequence_mean"}),
         ("micro-batches-of-one", UNEVEN, {"micro_batch_tokens": 1}),
     )
-    if role == "actor" or name in ("uneven", "rank-without-sequences")
+    if role == "actor" or name in ("uneven", "all-on-one-rank")
 }
 
 
@@ -310,6 +311,14 @@ def test_mini_batches_do_not_depend_on_the_ranks(two_ranks, alone, name):
     assert [sorted(a + b) for a, b in zip(first, second, strict=True)] == [sorted(x) for x in expected["mini_batches"]]
     if "without" in name:
         assert [] in second  # a rank that has nothing to do joins in all the same
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "one-mini-batch" in name])
+def test_ranks_have_as_many_tokens_of_a_mini_batch(two_ranks, name):
+    """By length 5, 2, 0, 3, 7, 1, 6, 4, of 11, 9, 7, 7, 6, 4, 3 and 2 tokens: 25 and 24 of 49."""
+    first, second = (result["mini_batches"] for result in two_ranks[name])
+    assert [sorted(ids) for ids in first] == [[1, 3, 5, 6]]
+    assert [sorted(ids) for ids in second] == [[0, 2, 4, 7]]
 
 
 def weights_after(tiny: Path, world: World, batch: TrainBatch, **changes: Any) -> tuple[dict[str, Tensor], dict]:
