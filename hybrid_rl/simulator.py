@@ -45,8 +45,8 @@ class Rates:
     """DeepSpeed's offload_states, ZeRO-2, steady; measured."""
     deepspeed_in_bytes_per_s: float = 43 * GB
     """Its reload_states; measured."""
-    node_bytes_per_s: float = 360 * GB
-    """Per GPU and direction within a node: 80 % of NVLink's 450 GB/s by its data sheet; not measured here."""
+    node_bytes_per_s: float = 260 * GB
+    """Per GPU and direction within a node: all-reduces of 200 MB between two H200 over NVLink, 337 GB/s for 3 GB."""
     network_bytes_per_s: float = 40 * GB
     """Per GPU between nodes: 80 % of one 400 Gbit/s port per GPU; not measured here."""
     sync_s: float = 0.037
@@ -252,13 +252,14 @@ class _Work:
     def collectives(self) -> float:
         """Return the seconds of the collectives of both updates and of SCORE, none of which overlaps with computing.
 
-        Per micro-batch ZeRO-2 and 3 reduce gradients in float32, ZeRO-3 gathers weights forward and backward; per
-        optimizer step ZeRO-1 and 2 gather weights, ZeRO 0 and 1 reduce gradients, 0 twice as much.
+        DeepSpeed sums gradients in the weights' dtype: once per optimizer step with ZeRO 0 and 1, once per micro-batch
+        with 2 and 3; up to 2 by an all-reduce, which moves twice what a reduce-scatter does. ZeRO-1 and 2 gather weights
+        once per optimizer step, ZeRO-3 in every forward and backward.
         """
         config, update, ranks = self._config, self._config.update, self._machine.num_ranks
         share = (ranks - 1) / ranks
         steps, micros = self._num_steps, self._num_micro_batches
-        reductions = {0: 2 * steps, 1: steps}.get(update.zero_stage, micros)
+        reductions = {0: 2 * steps, 1: 2 * steps, 2: 2 * micros, 3: micros}[update.zero_stage]
         seconds = 0.0
         for name in ("actor", "critic"):
             shape = getattr(self._shapes, name)
@@ -266,7 +267,7 @@ class _Work:
                 continue
             lora = config.models.lora
             trained = shape.num_adapted(lora) if lora.rank else shape.num_params
-            seconds += reductions * 4 * trained * share / self._link
+            seconds += reductions * self._dtype_bytes * trained * share / self._link
             if update.zero_stage in (1, 2):
                 seconds += steps * self._dtype_bytes * trained * share / self._link
             seconds += self.gathering(2 * micros + micros // max(1, update.num_epochs), name)

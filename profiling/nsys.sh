@@ -2,6 +2,7 @@
 # Nsight Systems over some steps of a run: every rank, the engines, CUDA, NVTX ranges named step/phase/tenant.
 #   profiling/nsys.sh CONFIG [--steps 3-4] [further settings]     OUT=... the report's path, without its suffix
 # Open the report in the Nsight Systems UI, or: nsys stats --report nvtx_sum,cuda_gpu_mem_time_sum OUT.nsys-rep
+# An nsys without its importer leaves OUT.qdstrm instead, which QdstrmImporter of a whole Nsight Systems makes a report.
 set -euo pipefail
 
 missing=()
@@ -27,4 +28,4 @@ mkdir -p "$(dirname "$out")"
 nsys profile --capture-range=cudaProfilerApi --capture-range-end=stop --trace=cuda,nvtx --sample=none --cpuctxsw=none \
   --trace-fork-before-exec=true --cuda-memory-usage=true --force-overwrite=true --output "$out" \
   "${PYTHON:-python}" launch/colocated.py --config "$config" --run.profile_steps "[${steps/-/,}]" "$@"
-echo "$out.nsys-rep"
+ls "$out.nsys-rep" 2>/dev/null || ls "$out.qdstrm"

@@ -95,8 +95,8 @@ def test_collectives_by_hand(config):
         config, advantage=AdvantageConfig(estimator="reinforce_pp"), models=replace(config.models, reward=None)
     )
     params, rates = 1_543_714_304, Rates(node_bytes_per_s=1e9, network_bytes_per_s=1e8)
-    # ZeRO-2 on 2 ranks: 256 sequences of 768 in packs of 16384 are 12 micro-batches, each reduces half in float32;
-    # once a gather of half in bfloat16.
+    # ZeRO-2 on 2 ranks: 256 sequences of 768 in packs of 16384 are 12 micro-batches, each reduces half and gathers the
+    # sums of the other half, once a gather of half the weights; all in bfloat16.
     told = step(grpo, rates, num_gpus=2)
     assert told.phases["collectives"] == pytest.approx((12 * 4 + 2) * params / 2 / 1e9)
     assert step(grpo, rates, num_nodes=2).phases["collectives"] == pytest.approx(10 * told.phases["collectives"])
@@ -105,6 +105,9 @@ def test_collectives_by_hand(config):
     assert step(shared, rates, num_gpus=2).phases["collectives"] == pytest.approx((24 * 4 + 2) * params / 2 / 1e9)
     one = replace(grpo, update=replace(grpo.update, zero_stage=1))
     assert step(one, rates, num_gpus=2).phases["collectives"] == pytest.approx((4 + 2) * params / 2 / 1e9)
+    # ZeRO-3: 12 reductions, 36 gathers: forward and backward of each, and SCORE.
+    three = replace(grpo, update=replace(grpo.update, zero_stage=3))
+    assert step(three, rates, num_gpus=2).phases["collectives"] == pytest.approx((12 + 36) * 2 * params / 2 / 1e9)
 
 
 def test_exchanges_by_hand(config):
