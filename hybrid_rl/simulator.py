@@ -253,8 +253,8 @@ class _Work:
         """Return the seconds of the collectives of both updates and of SCORE, none of which overlaps with computing.
 
         DeepSpeed sums gradients in the weights' dtype: once per optimizer step with ZeRO 0 and 1, once per micro-batch
-        with 2 and 3; up to 2 by an all-reduce, which moves twice what a reduce-scatter does. ZeRO-1 and 2 gather weights
-        once per optimizer step, ZeRO-3 in every forward and backward.
+        with 2 and 3; up to 2 by an all-reduce, which moves twice what a reduce-scatter does. ZeRO-1 and 2 gather
+        weights once per optimizer step, ZeRO-3 in every forward and backward.
         """
         config, update, ranks = self._config, self._config.update, self._machine.num_ranks
         share = (ranks - 1) / ranks
