@@ -218,6 +218,7 @@ class Builder:
             world=self._world,
             flat=flat,
             tensor_parallel_size=self._config.update.tensor_parallel_size,
+            is_offloaded=self._tenants.is_offloaded(name),
         )
         if self._resume_from:
             trainer.load(self._resume_from / name)

@@ -31,10 +31,17 @@ class Tenants:
         if self._pool and num_bytes and not self._pool.reserve.num_bytes:
             self._pool.reserve_host(num_bytes)
 
+    def is_offloaded(self, name: str) -> bool:
+        """Return whether DeepSpeed's own offload moves the optimizer states of `actor` or `critic`."""
+        return self._pool is None and self._are_moved(name)
+
+    def _are_moved(self, name: str) -> bool:
+        is_here = getattr(self._update, name).kind == "adamw"  # the others are on the host already
+        return self._moves and is_here and f"{name}_states" not in self._stays
+
     def states(self, name: str, trainer: TrainEngine) -> Tenant:
         """Return the tenant of an engine's optimizer states and gradients; `name` is actor or critic."""
-        is_here = self._moves and getattr(self._update, name).kind == "adamw"  # the others are on the host already
-        if not is_here or f"{name}_states" in self._stays:
+        if not self._are_moved(name):
             return Resident()
         if self._pool is None:
             return StatesTenant(trainer)

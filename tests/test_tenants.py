@@ -316,6 +316,7 @@ def test_who_moves_is_decided_by_settings_and_device(tiny, world, monkeypatch):
     ):
         makes = tenants.Tenants(config, device)
         assert type(makes.states("actor", engine)) is states
+        assert makes.is_offloaded("actor") == (states is StatesTenant)
         assert type(makes.frozen("reference", module)) is frozen
         assert type(makes.parameters("actor", engine, is_shared=False)) is Resident
 
@@ -329,7 +330,7 @@ def test_what_no_phase_sends_away_is_not_moved_into_the_pool(tiny, world, pool):
     makes._moves = True
     assert type(makes.states("actor", engine)) is type(makes.parameters("actor", engine, is_shared=False)) is Resident
     assert makes.frozen("reference", module) is None and not pool.regions
-    assert type(makes.states("critic", engine)) is PooledTenant
+    assert type(makes.states("critic", engine)) is PooledTenant and not makes.is_offloaded("critic")
 
 
 def test_shared_weights_stay(tiny, world, pool):

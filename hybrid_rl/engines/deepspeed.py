@@ -66,7 +66,7 @@ def lr_factor(config: OptimizerConfig, total_steps: int) -> Callable[[int], floa
 
 
 def _make_optimizer(
-    parameters: Iterable[nn.Parameter], config: OptimizerConfig, *, zero_stage: int, device: torch.device
+    parameters: Iterable[nn.Parameter], config: OptimizerConfig, *, zero_stage: int, is_offloaded: bool
 ) -> torch.optim.Optimizer:
     parameters = [p for p in parameters if p.requires_grad]
     matrices, rest = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
@@ -77,8 +77,8 @@ def _make_optimizer(
         from deepspeed.ops.adam import DeepSpeedCPUAdam  # compiled where it runs, the first time for a minute
 
         return DeepSpeedCPUAdam(groups, **options)
-    if zero_stage == 3 and device.type == "cuda":
-        from deepspeed.ops.adam import FusedAdam  # compiled where it runs; ZeRO-3 offloads the states of no other
+    if is_offloaded and zero_stage == 3:  # which offloads the states of no other
+        from deepspeed.ops.adam import FusedAdam  # compiled where it runs, by nvcc, the first time for over a minute
 
         return FusedAdam(groups, **options)
     return torch.optim.AdamW(groups, fused=True, **options)
@@ -119,12 +119,14 @@ class TrainEngine:
         world: World,
         flat: FlatWeights | None = None,
         tensor_parallel_size: int = 1,
+        is_offloaded: bool = False,
     ) -> None:
         """Take charge of a module.
 
         Args:
             flat: the buffer that its parameters are in, if an engine shares it.
             tensor_parallel_size: consecutive ranks that get the same inputs and have the model's matrices between them.
+            is_offloaded: whether DeepSpeed's own offload will move the optimizer's states.
         Raises:
             ConfigError: the settings exclude each other, or the model cannot be cut; see Shards.
         """
@@ -140,7 +142,7 @@ class TrainEngine:
         with flat.adopted() if flat else nullcontext():
             self._engine, *_ = deepspeed.initialize(
                 model=module,
-                optimizer=_make_optimizer(parameters, config, zero_stage=zero_stage, device=world.device),
+                optimizer=_make_optimizer(parameters, config, zero_stage=zero_stage, is_offloaded=is_offloaded),
                 lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
                 config=settings,
             )

@@ -109,7 +109,7 @@ def test_two_cards_that_share_matrices_train_what_two_that_do_not(train, zero_st
     assert {row["sync/num_verified"] for row in shared} == {NUM_TENSORS}
 
 
-@pytest.mark.parametrize("zero_stage, swap", [(2, "vmm"), (3, "deepspeed")])
+@pytest.mark.parametrize("zero_stage, swap", [(2, "vmm"), (3, "vmm"), (3, "deepspeed")])
 def test_an_engine_over_two_cards_follows_the_trainer_and_sleeps(train, tmp_path, engine_bytes, zero_stage, swap):
     rates = {"actor": {"lr": 1e-4}, "critic": {"lr": 1e-4}}
     rows = train(
