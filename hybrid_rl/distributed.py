@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import io
 import os
 import pickle
 import socket
@@ -85,7 +86,7 @@ class World:
         """Send each rank its one of `size` picklable items; return what the ranks sent here, in rank order."""
         if self.size == 1:
             return list(items)
-        outgoing = [torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8) for item in items]
+        outgoing = [torch.frombuffer(_pickled(item), dtype=torch.uint8) for item in items]
         sizes = torch.tensor([len(part) for part in outgoing])
         coming = torch.empty_like(sizes)
         dist.all_to_all_single(coming, sizes, group=self.group)
@@ -106,6 +107,21 @@ class World:
         """Wait for every rank."""
         if self.size > 1:
             dist.barrier(group=self.group)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes tensors as arrays: PyTorch's own way takes 0.4 ms for each, a batch has one for each sequence."""
+
+    def reducer_override(self, item: Any) -> Any:
+        if isinstance(item, Tensor) and item.device.type == "cpu" and item.dtype != torch.bfloat16:  # NumPy has none
+            return torch.from_numpy, (item.detach().numpy(),)
+        return NotImplemented
+
+
+def _pickled(item: Any) -> memoryview:
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(item)
+    return buffer.getbuffer()
 
 
 def free_port() -> int:
