@@ -49,7 +49,7 @@ class Recorder:
         if not self._world.is_main:
             return
         (self._config.run_dir / "config.yaml").write_text(yaml.safe_dump(as_dict(self._config), sort_keys=False))
-        (self._config.run_dir / "environment.json").write_text(json.dumps(_environment(self._world), indent=1) + "\n")
+        (self._config.run_dir / "environment.json").write_text(json.dumps(environment(self._world), indent=1) + "\n")
         self._writer = MetricsWriter(self._config.run_dir, resume_step=first_step)
         console, num_steps = Console(), self._config.run.num_steps
         if first_step > num_steps:
@@ -149,8 +149,8 @@ def _rollout_sums(batch: TrainBatch) -> dict[str, float]:
     }
 
 
-def _environment(world: World) -> dict[str, str | int]:
-    """Return what a number in this run was measured with."""
+def environment(world: World) -> dict[str, str | int]:
+    """Return what a number was measured with: device, ranks and versions."""
     gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else f"CPU, {os.cpu_count()} cores"
     installed = {d.name.lower(): d.version for d in distributions() if d.name}
     versions = {name: installed[name] for name in PACKAGES if name in installed}

@@ -3,8 +3,8 @@
 python -m torch.distributed.run --standalone --nproc-per-node 2 profiling/bench_links.py
 ... --megabytes 1 --repeats 3    # a dry run on a CPU
 
-200 MB is what DeepSpeed reduces at once: 50 million float32. A ring of W ranks sends (W - 1) / W of the bytes over each
-link for a gather, twice that for a reduction that leaves the sum everywhere.
+100 MB are what DeepSpeed reduces at once: 50 million bfloat16. A ring of W ranks sends (W - 1) / W of the bytes over
+each link for a gather, twice that for a reduction that leaves the sum everywhere.
 """
 
 import argparse
@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from bench_memory import milliseconds
-from colocated_run import table, write_csv
+from colocated_run import environment_line, table, write_csv
 
 from hybrid_rl.distributed import World, join_world, leave_world
+from hybrid_rl.record import environment
 
 HERE = Path(__file__).resolve().parent
 
@@ -43,7 +44,7 @@ def collectives(world: World, num_bytes: int) -> Iterator[tuple[str, float, Call
 def main() -> None:
     """Time each collective, and print and write a table on the first rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[200, 3000])
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[100, 200, 3000])
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--out", type=Path, default=HERE / "results")
     arguments = parser.parse_args()
@@ -54,9 +55,8 @@ def main() -> None:
             ms = statistics.median([slowest_ms(world, collective) for _ in range(arguments.repeats + 1)][1:])
             rows.append({"what": name, "megabytes": megabytes, "ms": ms, "gb_per_s": sent / ms / 1e6})
     if world.is_main:
-        card = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-        environment = f"# {world.size} ranks, device {card}, torch {torch.__version__}, median of {arguments.repeats}"
-        write_csv(arguments.out / "links.csv", environment, rows)
+        line = environment_line(environment(world), f"median of {arguments.repeats}")
+        write_csv(arguments.out / "links.csv", line, rows)
         print(*table(rows), sep="\n")
     leave_world()
 

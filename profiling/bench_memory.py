@@ -19,15 +19,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import deepspeed
 import torch
-from colocated_run import write_csv
+from colocated_run import environment_line, write_csv
 from torch import Tensor, nn
 
 from hybrid_rl.config import Config, MemoryConfig, OptimizerConfig
 from hybrid_rl.distributed import join_world
 from hybrid_rl.engines.deepspeed import StatesTenant, TrainEngine
 from hybrid_rl.memory import PooledTenant, Tenant
+from hybrid_rl.record import environment
 from hybrid_rl.tenants import Tenants
 from hybrid_rl_kernels.vmm_pool import Region, VmmPool, pool_of, released_bytes
 
@@ -256,12 +256,6 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
         yield from offloads(arguments.size, 64 if arguments.tiny else 4096, bus, arguments.repeats)
 
 
-def environment() -> str:
-    """Return card and versions as one line."""
-    card = torch.cuda.get_device_name()
-    return f"device {card}, torch {torch.__version__}, deepspeed {deepspeed.__version__}, cuda {torch.version.cuda}"
-
-
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -280,7 +274,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("error: PyTorch sees no GPU")
     arguments.only_pool |= arguments.chunk is not None  # the trainer's tenants make a pool of their own
-    print(environment())
+    line = environment_line(environment(join_world()))
+    print(line)
     rows = []
     for row in measure(arguments):
         rows.append(row)
@@ -289,7 +284,7 @@ def main() -> None:
     if not arguments.only_pool:
         columns = ("what", "provider", "gib", "ms", "gb_per_s", "ratio", "of")
         lines = [{column: getattr(row, column) for column in columns} for row in rows]
-        write_csv(arguments.out / "memory.csv", f"# {environment()}", lines)
+        write_csv(arguments.out / "memory.csv", line, lines)
     return None
 
 

@@ -1,6 +1,7 @@
 """Time generation alone: microseconds per sampled token, with responses sent whole and as vLLM sends them.
 
 python profiling/bench_rollout.py                            # 1.5B, 256 + 512 tokens, 512 and 128 responses at once
+python profiling/bench_rollout.py --kinds whole "two processes"        # scheduling and launching side by side
 python profiling/bench_rollout.py --shape tiny --responses 16 --prompt-tokens 8 --response-tokens 16      # dry run, CPU
 
 Random weights end no response early. The first generation of each kind warms up and is left out.
@@ -16,11 +17,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from colocated_run import HERE, ROOT, make_model, table, write_csv
+from colocated_run import HERE, ROOT, environment_line, make_model, table, write_csv
 
 from hybrid_rl.config import RolloutConfig
+from hybrid_rl.distributed import join_world
 from hybrid_rl.engines import Generation, Sampling
 from hybrid_rl.engines.vllm import VllmEngine
+from hybrid_rl.record import environment
 
 
 class TokenByToken(VllmEngine):
@@ -40,9 +43,19 @@ class TokenByToken(VllmEngine):
         )
 
 
-def start(engine_class: type[VllmEngine], model: str, arguments: argparse.Namespace) -> VllmEngine:
+KINDS: dict[str, tuple[type[VllmEngine], dict[str, Any]]] = {
+    "whole": (VllmEngine, {}),
+    "two processes": (VllmEngine, {"distributed_executor_backend": "mp"}),
+    "token by token": (TokenByToken, {"scheduler_cls": None}),
+}
+"""The engine's class, and what vLLM is started with in other ways than by it."""
+
+
+def start(kind: str, model: str, arguments: argparse.Namespace) -> VllmEngine:
     """Return an engine that may generate with its random weights."""
     import vllm
+
+    engine_class, changes = KINDS[kind]
 
     config = RolloutConfig(
         max_num_seqs=max(arguments.responses),
@@ -50,11 +63,7 @@ def start(engine_class: type[VllmEngine], model: str, arguments: argparse.Namesp
         enforce_eager=arguments.enforce_eager,
     )
     make = vllm.LLM
-
-    def own(**given: Any) -> Any:
-        return make(**{name: value for name, value in given.items() if name != "scheduler_cls"})
-
-    with mock.patch("vllm.LLM", own if engine_class is TokenByToken else make):
+    with mock.patch("vllm.LLM", lambda **given: make(**given | changes)):
         engine = engine_class(
             model,
             config,
@@ -85,6 +94,7 @@ def main() -> None:
     """Parse the command line, measure each kind, write, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="1.5b", help="of random weights, see random_model.py")
+    parser.add_argument("--kinds", nargs="+", default=["whole", "token by token"], choices=KINDS)
     parser.add_argument("--responses", type=int, nargs="+", default=[512, 128], help="at once")
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--response-tokens", type=int, default=512)
@@ -98,23 +108,20 @@ def main() -> None:
     paths = make_model(arguments.shape, arguments.work, prompt_tokens=arguments.prompt_tokens)
     lines = [json.loads(line)["prompt"] for line in Path(paths["prompts"]).read_text().splitlines()]
     prompts = [[ord(letter) - ord("a") + 1 for letter in line] for line in lines]  # as random_model.py's tokenizer
-    rows = []
-    for name, engine_class in {"whole": VllmEngine, "token by token": TokenByToken}.items():
-        engine = start(engine_class, paths["actor"], arguments)
+    size = f"{arguments.shape}, {arguments.prompt_tokens} + {arguments.response_tokens} tokens"
+    line = environment_line(environment(join_world()), size, f"median of {arguments.repeats}")
+    rows: list[dict[str, Any]] = []
+    for name in arguments.kinds:
+        engine = start(name, paths["actor"], arguments)
         for count in arguments.responses:
             for has_seeds in (True, False):
                 took = seconds(engine, prompts[:count], arguments, has_seeds=has_seeds)
-                row = {"responses sent": name, "at once": count, "seeds": has_seeds, "seconds": took}
+                row = {"kind": name, "at once": count, "seeds": has_seeds, "seconds": took}
                 row["us_per_token"] = 1e6 * took / count / arguments.response_tokens
                 rows.append(row | {"tokens_per_s": 1e6 / row["us_per_token"]})
                 print(f"{name}, {count} at once, seeds {has_seeds}: {took:.2f} s", flush=True)
+                write_csv(arguments.out / "rollout.csv", line, rows)  # whole at any time: a run may be cut off
         engine.close()
-    import vllm
-
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    environment = f"# device {device}, torch {torch.__version__}, vllm {vllm.__version__}, {arguments.shape}, "
-    environment += f"{arguments.prompt_tokens} + {arguments.response_tokens} tokens, median of {arguments.repeats}"
-    write_csv(arguments.out / "rollout.csv", environment, rows)
     print("", *table(rows), sep="\n")
 
 

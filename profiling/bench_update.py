@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from bench_memory import milliseconds
-from colocated_run import ROOT, make_model, table, write_csv
+from colocated_run import ROOT, environment_line, make_model, table, write_csv
 from torch.profiler import ProfilerActivity, profile
 
 from hybrid_rl.batch import Prompt, Rollout, TrainBatch, make_train_batch
@@ -26,6 +25,7 @@ from hybrid_rl.config import ModelsConfig, OptimizerConfig, UpdateConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.deepspeed import TrainEngine
 from hybrid_rl.models import load_actor
+from hybrid_rl.record import environment
 from hybrid_rl.score import Packing, token_logprobs
 from hybrid_rl.shapes import read_shape
 from hybrid_rl.update import update_actor
@@ -126,8 +126,7 @@ def main() -> None:
     arguments = parser.parse_args()
     path = make_model(arguments.shape, arguments.work, prompt_tokens=arguments.prompt_tokens)["actor"]
     world = join_world()
-    device = torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU"
-    environment = f"# device {device}, torch {torch.__version__}, transformers {transformers.__version__}"
+    line = environment_line(environment(world), arguments.shape)
     rows = []
     with contextlib.suppress(torch.cuda.OutOfMemoryError):
         for row in measure(arguments, path, world):
@@ -135,8 +134,8 @@ def main() -> None:
             print(*table([row]), sep="\n", flush=True)
     if not rows:
         sys.exit("error: not even the smallest micro-batch fits")
-    write_csv(arguments.out / f"{arguments.name}.csv", f"{environment}, {arguments.shape}", rows)
-    print("", environment, *table(rows), sep="\n")
+    write_csv(arguments.out / f"{arguments.name}.csv", line, rows)
+    print("", line, *table(rows), sep="\n")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ class Left:
     @property
     def environment(self) -> str:
         """Card and versions, as the first line of a CSV file."""
-        return "# " + ", ".join(f"{name} {value}" for name, value in self._environment.items())
+        return environment_line(self._environment)
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
@@ -220,6 +220,11 @@ def find_model(parser: argparse.ArgumentParser, arguments: argparse.Namespace, *
     if not arguments.prompts:
         parser.error("--model: needs --prompts, a JSONL file with a column `prompt`")
     return {"actor": arguments.model, "prompts": arguments.prompts}
+
+
+def environment_line(environment: Mapping[str, Any], *facts: str) -> str:
+    """Return the first line of a CSV file: card, versions, and what else its numbers were measured with."""
+    return "# " + ", ".join([*(f"{name} {value}" for name, value in environment.items()), *facts])
 
 
 def write_csv(path: Path, environment: str, rows: Sequence[Mapping[str, Any]]) -> None:
