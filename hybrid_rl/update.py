@@ -47,7 +47,7 @@ def spread_mini_batches(batch: TrainBatch, size: int, *, seed: int, world: World
     for chunk in chunks:
         ranks |= zip(chunk, spread([lengths[i] for i in chunk], world.size), strict=True)
     rows_of = [[row for row, i in enumerate(ids) if ranks[i] == rank] for rank in range(world.size)]
-    share = join(world.exchange([batch.select(rows) for rows in rows_of]))
+    share = batch if world.size == 1 else join(world.exchange([batch.select(rows) for rows in rows_of]))
     row_of = {sequence_id: row for row, sequence_id in enumerate(share.sequence_ids.tolist())}
     return share, [[row_of[i] for i in chunk if i in row_of] for chunk in chunks]
 
