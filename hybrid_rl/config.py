@@ -66,6 +66,8 @@ class ModelsConfig:
     """Of parameters and activations; auto is bfloat16 on a GPU and float32 on a CPU."""
     attention: Literal["auto", "flash_attention_2", "varlen", "sdpa", "eager"] = "auto"
     """auto takes flash-attn where it is installed, else torch's varlen kernel on a GPU, else SDPA, else eager."""
+    fused_layers: Literal["auto", "liger", "off"] = "auto"
+    """auto takes Liger's kernels on a GPU in bfloat16, where they are installed and checked: see fused_layers.py."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, about a third more compute."""
     lora: LoraConfig = field(default_factory=LoraConfig)

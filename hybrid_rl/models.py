@@ -17,6 +17,7 @@ from transformers import (
 
 from hybrid_rl.attention import choose_attention
 from hybrid_rl.config import Config, ConfigError, LoraConfig, ModelsConfig, check
+from hybrid_rl.fused_layers import check_family, fuse_layers
 from hybrid_rl.lora import add_adapters, check_targets
 from hybrid_rl.packed import (
     Actor,
@@ -83,7 +84,7 @@ def check_models(config: Config) -> None:
     Raises:
         ConfigError: a folder holds no model; a sequence would be longer than a model allows; critic or reference has
             another tokenizer than the actor, or the critic would start as a reward model that has; models.attention,
-            models.lora or how ranks share the work does not fit a model.
+            models.fused_layers, models.lora or how ranks share the work does not fit a model.
     """
     paths = {name: getattr(config.models, name) for name in ("actor", "critic", "reference", "reward")}
     paths = {f"models.{name}": path for name, path in paths.items() if path is not None}
@@ -134,6 +135,7 @@ def _check_classes(config: Config, configs: dict[str, PretrainedConfig]) -> None
         choose_attention(
             config.models.attention, torch.device("cpu"), torch.float32, model_class, model_config, field=field
         )
+        check_family(config.models.fused_layers, model_config.model_type, field=field)
         if config.update.sequence_parallel_size > 1:
             check_heads(model_config, config.update.sequence_parallel_size, where=field)
         is_trained, size = field in ("models.actor", "models.critic"), config.update.tensor_parallel_size
@@ -214,6 +216,7 @@ def load_actor(
     head.shape = logit_shape(model.config)
     actor = Actor(model)
     settle_layout(actor, config, path, field=field)
+    fuse_layers(actor, config, path, field=field)
     check_head(actor, path, field=field)
     if lora and lora.rank:
         add_adapters(model, lora, heads=[head])
@@ -244,6 +247,7 @@ def load_value_model(
     model.score.__class__ = ValueHead
     value_model = ValueModel(model)
     settle_layout(value_model, config, path, field=field)
+    fuse_layers(value_model, config, path, field=field)
     if lora and lora.rank:
         add_adapters(model, lora, heads=[model.score])
         model.score.requires_grad_(True)

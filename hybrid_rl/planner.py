@@ -14,6 +14,7 @@ from hybrid_rl.attention import packs_freely, repeats_keys
 from hybrid_rl.bucket import bucket_bytes, plan_halves
 from hybrid_rl.config import Config
 from hybrid_rl.footprint import Footprint, Sharding, footprint, forward_tokens, head_bytes, micro_batch_shares
+from hybrid_rl.fused_layers import uses_liger
 from hybrid_rl.layout import why_copy
 from hybrid_rl.memory import Phase
 from hybrid_rl.shapes import ModelShape, read_shape
@@ -238,7 +239,9 @@ class _Planner:
         sequences, size = -(-config.responses_per_step // machine.num_ranks), config.rollout.tensor_parallel_size
         self.wave = min(size * sequences, config.rollout.max_num_seqs * machine.engines_per_gpu)
         held = sequences * update.sequence_parallel_size * update.tensor_parallel_size
-        is_free = packs_freely(config.models.attention, is_gpu=machine.backend == "triton")
+        is_gpu = machine.backend == "triton"
+        self._is_half_on_gpu = is_gpu and self._dtype_bytes == 2
+        is_free = packs_freely(config.models.attention, is_gpu=is_gpu)
         forward = forward_tokens(update, is_free=is_free)
         self._forward_shares = micro_batch_shares(config, num_sequences=held, max_tokens=forward)
         held = min(held, update.mini_batch_size)  # on one rank just as many, on several never more
@@ -379,6 +382,7 @@ class _Planner:
             self._dtype_bytes,
             checkpointing=models.gradient_checkpointing,
             repeats_keys=repeats_keys(models.attention),
+            is_fused=uses_liger(models.fused_layers, shape.model_type, is_half_on_gpu=self._is_half_on_gpu),
         )
         has_entropy, backend = self._config.update.entropy_coef != 0, self._machine.backend
         head = head_bytes(shape, responses, backend=backend, backward=True, has_entropy=has_entropy)

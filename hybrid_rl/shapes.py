@@ -23,6 +23,8 @@ class ModelShape:
 
     architecture: str
     """Name of the model's class."""
+    model_type: str
+    """Name of its family, see fused_layers.FAMILIES."""
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     """Name and shape of every parameter, tied ones once."""
     linears: tuple[tuple[str, int, int], ...]
@@ -80,35 +82,44 @@ class ModelShape:
         key_size = max(self.key_size // num_gpus, self.head_size)
         return 2 * self.num_layers * key_size * dtype_bytes
 
-    def layer_activation_bytes(self, dtype_bytes: int, *, repeats_keys: bool) -> int:
+    def layer_activation_bytes(self, dtype_bytes: int, *, repeats_keys: bool, is_fused: bool) -> int:
         """Return the bytes that one layer saves for backward, per token; b are the bytes of an element.
 
             2 norms       2 (4 + b) H   float32 input and normalised value, before the weight (transformers' RMSNorm)
+                          2 (b H + 4)   fused: input and 1 / its root mean square, in float32
             projections   2 b H         input of q, k, v; input of gate and up
             attention     2 b Q + 2 b K + 4 heads    q, output, k, v and the float32 log-sum-exp of flash attention
             feed-forward  4 b I         gate, its activation, up, their product; without a gate 2 b I
+                          3 b I         fused: gate, up, their product
 
         H hidden, Q heads x size, K key heads x size (Q where attention repeats the keys), I intermediate. Rotary
-        embeddings and residual sums save nothing. Derived from transformers' LlamaDecoderLayer and checked against
-        torch's saved tensors; Korthikanti et al. 2022 (arXiv 2205.05198) derive the GPT layer the same way.
+        embeddings and residual sums save nothing. Derived from transformers' LlamaDecoderLayer and Liger's kernels, and
+        checked against torch's saved tensors; Korthikanti et al. 2022 (arXiv 2205.05198) derive the GPT layer likewise.
 
         Args:
             repeats_keys: attention gets keys and values repeated for every query head (varlen, sdpa with a mask).
+            is_fused: norms and feed-forward are computed by Liger's kernels, see fused_layers.
         """
         b, h = dtype_bytes, self.hidden_size
         keys = self.query_size if repeats_keys else self.key_size
         attention = 2 * b * (self.query_size + keys) + 4 * self.num_heads
-        feed_forward = (4 if self.is_gated else 2) * b * self.intermediate_size
-        return 2 * (4 + b) * h + 2 * b * h + attention + feed_forward
+        widths = (3 if is_fused else 4) if self.is_gated else 2
+        norm = self._norm_bytes(b, is_fused=is_fused)
+        return 2 * norm + 2 * b * h + attention + widths * b * self.intermediate_size
 
-    def activation_bytes(self, tokens: int, dtype_bytes: int, *, checkpointing: bool, repeats_keys: bool) -> int:
+    def _norm_bytes(self, dtype_bytes: int, *, is_fused: bool) -> int:
+        return dtype_bytes * self.hidden_size + (4 if is_fused else 4 * self.hidden_size)
+
+    def activation_bytes(
+        self, tokens: int, dtype_bytes: int, *, checkpointing: bool, repeats_keys: bool, is_fused: bool
+    ) -> int:
         """Return what a forward over packed tokens saves for backward, up to the head.
 
         All layers' activations and the last norm's; with gradient checkpointing each layer's input, and one layer's
         activations while it is computed again.
         """
-        layer = self.layer_activation_bytes(dtype_bytes, repeats_keys=repeats_keys)
-        last = (4 + dtype_bytes) * self.hidden_size
+        layer = self.layer_activation_bytes(dtype_bytes, repeats_keys=repeats_keys, is_fused=is_fused)
+        last = self._norm_bytes(dtype_bytes, is_fused=is_fused)
         if checkpointing:
             return tokens * (self.num_layers * dtype_bytes * self.hidden_size + layer + last)
         return tokens * (self.num_layers * layer + last)
@@ -147,6 +158,7 @@ def read_shape(path: str, *, field: str, is_policy: bool) -> ModelShape:
     linears, cuts = _linears(model, head), planned_cuts(model)
     return ModelShape(
         architecture=type(model).__name__,
+        model_type=model.config.model_type,
         tensors=tuple((name, tuple(p.shape)) for name, p in model.named_parameters()),
         linears=linears,
         num_layers=config.num_hidden_layers,

@@ -78,7 +78,7 @@ def trace(run: Callable[[], object], device: torch.device) -> None:
 
 def measure(arguments: argparse.Namespace, path: str, world: World) -> Iterator[dict[str, Any]]:
     """Yield a row for each micro-batch size and kind of work: the second run of each, in which nothing compiles."""
-    models = ModelsConfig(actor=path, attention=arguments.attention)
+    models = ModelsConfig(actor=path, attention=arguments.attention, fused_layers=arguments.fused_layers)
     shape = read_shape(path, field="models.actor", is_policy=True)
     actor = load_actor(path, models, world.device, field="models.actor")
     engine = TrainEngine(
@@ -102,7 +102,13 @@ def measure(arguments: argparse.Namespace, path: str, world: World) -> Iterator[
             first = milliseconds(run) / 1e3
             peaks(world.device)
             time_s = milliseconds(run) / 1e3
-            row = {"work": what, "micro_batch_tokens": tokens, "first_s": first, "seconds": time_s}
+            row = {
+                "work": what,
+                "fused_layers": arguments.fused_layers,
+                "micro_batch_tokens": tokens,
+                "first_s": first,
+                "seconds": time_s,
+            }
             row |= {"tokens_per_s": num * length / time_s, "tflops": share * flops / time_s / 1e12}
             yield row | peaks(world.device)
             if arguments.trace:
@@ -118,6 +124,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--response-tokens", type=int, default=512)
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--fused-layers", default="auto", choices=["auto", "liger", "off"])
     parser.add_argument("--zero-stage", type=int, default=2, choices=[1, 2, 3])
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--name", default="update", help="of the file under results/")

@@ -32,6 +32,7 @@ NUM_TOKENS = 32
 BUCKET = 1_000_000
 SHAPE = ModelShape(
     architecture="LlamaForCausalLM",
+    model_type="llama",
     tensors=(("a", (8, 8)),),
     linears=(),
     num_layers=1,
@@ -138,7 +139,7 @@ def planned(shape: ModelShape, stage: int, dtype: str, num_ranks: int) -> tuple[
     b = 2 if dtype == "bfloat16" else 4
     sharding = Sharding(zero_stage=stage, num_ranks=num_ranks, dtype_bytes=b, optimizer=OptimizerConfig())
     part = footprint(shape, sharding, num_trained=shape.num_params)
-    activations = shape.activation_bytes(NUM_TOKENS, b, checkpointing=False, repeats_keys=True)
+    activations = shape.activation_bytes(NUM_TOKENS, b, checkpointing=False, repeats_keys=True, is_fused=False)
     head = head_bytes(shape, NUM_TOKENS, backend="reference", backward=True)
     computing = activations + max(head, shape.transient_bytes(NUM_TOKENS, b)) + part.reduction + part.gathered
     least = part.weights + part.states

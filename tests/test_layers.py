@@ -34,6 +34,7 @@ LAYERS = [
         "sequence_parallel",
         "tensor_parallel",
         "attention",
+        "fused_layers",
         "lora",
         "engines",
         "rewards",

@@ -540,14 +540,17 @@ def test_check_models_knows_attention_and_layers_before_anything_loads(tiny, tmp
             check_models(config)
 
 
-def test_check_models_knows_of_critics_that_do_not_exist(tiny, tmp_path):
+def test_check_models_knows_what_a_family_lacks(tiny, tmp_path):
     FAMILIES["cohere"]().save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(tiny / "policy").save_pretrained(tmp_path)
     lengths = {"prompts": PromptsConfig(max_prompt_tokens=40), "rollout": RolloutConfig(max_response_tokens=24)}
     models = ModelsConfig(actor=str(tmp_path))
     with pytest.raises(ConfigError, match=r"models.critic: transformers has no sequence classifier of type cohere"):
         check_models(Config(models=models, **lengths))
-    check_models(Config(models=models, advantage=AdvantageConfig(estimator="grpo"), **lengths))
+    without = Config(models=models, advantage=AdvantageConfig(estimator="grpo"), **lengths)
+    check_models(without)
+    with pytest.raises(ConfigError, match=r"models.fused_layers = liger: .*; models.actor is of type cohere; use auto"):
+        check_models(replace(without, models=replace(models, fused_layers="liger")))
 
 
 def test_only_a_reward_model_may_have_another_tokenizer(tiny, tmp_path):

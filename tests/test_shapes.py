@@ -50,8 +50,13 @@ def test_tiny_llama_by_hand(tiny):
     assert shape.kv_bytes_per_token(2) == 2 * 2 * 32 * 2  # keys and values, 2 layers, 1 head of 32, 2 bytes
     assert shape.kv_bytes_per_token(2, num_gpus=2) == 2 * 2 * 32 * 2  # a head cannot be cut
     # 2 norms 2 * 6 * 32, inputs 2 * 2 * 32, q and output 4 * 64, one key head 4 * 32, log-sum-exp 4 * 2, 8 * 64.
-    assert shape.layer_activation_bytes(2, repeats_keys=False) == 384 + 128 + 256 + 128 + 8 + 512
-    assert shape.layer_activation_bytes(2, repeats_keys=True) == 384 + 128 + 256 + 256 + 8 + 512
+    assert shape.layer_activation_bytes(2, repeats_keys=False, is_fused=False) == 384 + 128 + 256 + 128 + 8 + 512
+    assert shape.layer_activation_bytes(2, repeats_keys=True, is_fused=False) == 384 + 128 + 256 + 256 + 8 + 512
+    # Fused: 2 norms 2 * (2 * 32 + 4), gate, up and product 6 * 64; the last norm of each of 10 tokens 2 * 32 + 4.
+    fused = 136 + 128 + 256 + 256 + 8 + 384
+    assert shape.layer_activation_bytes(2, repeats_keys=True, is_fused=True) == fused
+    whole = shape.activation_bytes(10, 2, checkpointing=False, repeats_keys=True, is_fused=True)
+    assert whole == 10 * (2 * fused + 68)
     assert shape.forward_flops(10, length=6) == 10 * (2 * shape.num_linear + 2 * 2 * 64 * 6)
     assert shape.head_flops(3) == 2 * 3 * 32 * 40
 
@@ -126,7 +131,7 @@ def test_activations_are_what_autograd_saves(tmp_path, name, dtype, dtype_bytes,
     actor = load_actor(str(tmp_path), settings, torch.device("cpu"))
     shape = read_shape(str(tmp_path), field="models.actor", is_policy=True)
     measured = saved_bytes(actor, 256)
-    planned = shape.activation_bytes(256, dtype_bytes, checkpointing=checkpointing, repeats_keys=True)
+    planned = shape.activation_bytes(256, dtype_bytes, checkpointing=checkpointing, repeats_keys=True, is_fused=False)
     if checkpointing:  # the layer that is computed again is no part of what the forward leaves
-        planned -= 256 * shape.layer_activation_bytes(dtype_bytes, repeats_keys=True)
+        planned -= 256 * shape.layer_activation_bytes(dtype_bytes, repeats_keys=True, is_fused=False)
     assert planned == pytest.approx(measured, rel=0.01)
