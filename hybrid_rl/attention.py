@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
 from hybrid_rl.config import check
 
@@ -42,8 +41,8 @@ def varlen_attention(
     return output[None], None
 
 
+# Without a mask of its own: transformers would look for one in position_ids, and so wait for the GPU in every forward.
 AttentionInterface.register("varlen", varlen_attention)
-AttentionMaskInterface.register("varlen", flash_attention_mask)
 
 
 def choose_attention(

@@ -134,8 +134,8 @@ class Packed:
 
     def gather(self, padded: Tensor) -> Tensor:
         """Return the response tokens' entries of a [B, T] tensor, [R]."""
-        rows, columns = self.token_rows.to(padded.device), self.token_columns.to(padded.device)
-        return padded[rows, columns].to(self.targets.device)
+        rows, columns = to_device(self.token_rows, padded.device), to_device(self.token_columns, padded.device)
+        return to_device(padded[rows, columns], self.targets.device)
 
     def scatter(self, values: Tensor, into: Tensor) -> None:
         """Write [R] values to their places in a [B, T] tensor."""
@@ -189,17 +189,28 @@ def pack(batch: TrainBatch, rows: Sequence[int], device: torch.device) -> Packed
     columns = [torch.arange(n) for n in num_response]
     targets = [s[p:] for s, p in zip(sequences, prompt_lengths.tolist(), strict=True)]
     return Packed(
-        input_ids=torch.cat(sequences)[None].to(device),
-        position_ids=torch.cat([torch.arange(n) for n in lengths.tolist()])[None].to(device),
-        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32).to(device),
+        input_ids=to_device(torch.cat(sequences)[None], device),
+        position_ids=to_device(torch.cat([torch.arange(n) for n in lengths.tolist()])[None], device),
+        cu_seqlens=to_device(torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32), device),
         max_length=int(lengths.max()),
         rows=torch.tensor(list(rows), dtype=torch.int64),
-        last_index=(ends - 1)[: len(rows)].to(device),
-        response_index=torch.cat([f + c for f, c in zip(first, columns, strict=True)]).to(device),
-        targets=torch.cat(targets).to(device),
+        last_index=to_device((ends - 1)[: len(rows)], device),
+        response_index=to_device(torch.cat([f + c for f, c in zip(first, columns, strict=True)]), device),
+        targets=to_device(torch.cat(targets), device),
         token_rows=torch.repeat_interleave(torch.tensor(list(rows) or [0]), torch.tensor(num_response)),
         token_columns=torch.cat(columns),
     )
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on the device without waiting for what the device still has to do.
+
+    A copy from memory that is not pinned waits, and the host, which is slower than the GPU in small micro-batches,
+    could never launch ahead of it.
+    """
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def split(lengths: Sequence[int], max_tokens: int, rows: Sequence[int] | None = None) -> list[list[int]]:

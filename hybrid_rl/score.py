@@ -1,7 +1,7 @@
 """What the models say of a batch: log-probs of actor and reference, values of the critic; and its advantages."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,34 +45,41 @@ class LogprobGapError(RuntimeError):
 
 
 @torch.no_grad()
-def each_packed(batch: TrainBatch, packing: Packing, run: Callable[[Packed], None]) -> None:
-    """Call run on the whole batch in packed pieces; every rank makes the same number of calls."""
-    for rows in packing.world.in_step(split(batch.sequence_lengths, packing.max_tokens)):
-        run(pack(batch, rows, packing.world.device))
+def each_packed(batch: TrainBatch, packing: Packing, run: Callable[[Packed], Tensor]) -> list[tuple[Packed, Tensor]]:
+    """Return the packed pieces of the whole batch, each with what run makes of it, all still on the device.
+
+    Every rank makes the same number of calls. Nothing is read in between, for that would wait for the device.
+    """
+    pieces = packing.world.in_step(split(batch.sequence_lengths, packing.max_tokens))
+    packs = (pack(batch, rows, packing.world.device) for rows in pieces)
+    return [(packed, run(packed)) for packed in packs]
 
 
 def token_logprobs(actor: Forward, batch: TrainBatch, packing: Packing, *, temperature: float) -> Tensor:
     """Return the log-probs of all response tokens, [B, T] float32, without gradient."""
-    result = torch.zeros(batch.response_mask.shape)
 
-    def run(packed: Packed) -> None:
+    def run(packed: Packed) -> Tensor:
         logprobs, _ = actor(
             **packed_inputs(packed), index=packed.response_index, targets=packed.targets, temperature=temperature
         )
-        packed.scatter(logprobs, result)
+        return logprobs
 
-    each_packed(batch, packing, run)
-    return result
+    return _scattered(batch, each_packed(batch, packing, run))
 
 
 def token_values(critic: Forward, batch: TrainBatch, packing: Packing) -> Tensor:
     """Return the critic's value before each response token, [B, T] float32, without gradient."""
+
+    def run(packed: Packed) -> Tensor:
+        return critic(**packed_inputs(packed), index=packed.response_index)
+
+    return _scattered(batch, each_packed(batch, packing, run))
+
+
+def _scattered(batch: TrainBatch, values: Iterable[tuple[Packed, Tensor]]) -> Tensor:
     result = torch.zeros(batch.response_mask.shape)
-
-    def run(packed: Packed) -> None:
-        packed.scatter(critic(**packed_inputs(packed), index=packed.response_index), result)
-
-    each_packed(batch, packing, run)
+    for packed, of_tokens in values:
+        packed.scatter(of_tokens, result)
     return result
 
 
@@ -80,11 +87,11 @@ def sequence_values(model: Forward, batch: TrainBatch, packing: Packing) -> Tens
     """Return the model's output at each sequence's last real token, [B] float32: the reward model's score."""
     result = torch.zeros(len(batch))
 
-    def run(packed: Packed) -> None:
-        values = model(**packed_inputs(packed), index=packed.last_index)
-        result[packed.rows] = values.to(result)
+    def run(packed: Packed) -> Tensor:
+        return model(**packed_inputs(packed), index=packed.last_index)
 
-    each_packed(batch, packing, run)
+    for packed, values in each_packed(batch, packing, run):
+        result[packed.rows] = values.to(result)
     return result
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybrid_rl.batch import Packed, TrainBatch, join, pack, split, spread
+from hybrid_rl.batch import Packed, TrainBatch, join, pack, split, spread, to_device
 from hybrid_rl.config import UpdateConfig
 from hybrid_rl.distributed import World
 from hybrid_rl.engines.deepspeed import TrainEngine
@@ -152,7 +152,7 @@ class ActorLoss:
         if kl is not None:
             assert batch.ref_logprobs is not None
             self._ref = packed.gather(batch.ref_logprobs)
-        self._sequences = packed.token_rows.to(weights.device)
+        self._sequences = to_device(packed.token_rows, weights.device)
         self._num_sequences = len(batch)
 
     @property

@@ -76,6 +76,30 @@ def test_gradients_of_packed_sequences_do_not_mix(small: Path) -> None:
     assert (grad[25:] == 0).all()
 
 
+def test_a_micro_batch_never_waits_for_the_gpu(small: Path) -> None:
+    """The host launches ahead of the GPU: from packing to the end of backward nothing is read back."""
+    batch = make_batch([(5, 20), (7, 30)])
+    batch = batch.with_fields(old_logprobs=torch.zeros(batch.response_mask.shape))
+    actor = load_actor(str(small / "policy"), ModelsConfig(attention="varlen"), torch.device("cuda"))
+
+    def micro_batch() -> torch.Tensor:
+        packed = pack(batch, [1, 0], torch.device("cuda"))
+        values, _ = actor(**packed_inputs(packed), index=packed.response_index, targets=packed.targets, temperature=1.0)
+        loss = (values - packed.gather(batch.old_logprobs)).sum()
+        loss.backward()
+        return loss.detach()
+
+    first = micro_batch()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        second = micro_batch()
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            float(second)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert float(second) == pytest.approx(float(first), rel=1e-3)
+
+
 def test_fused_logprobs_accumulates_bfloat16_in_float32() -> None:
     torch.manual_seed(0)
     hidden = torch.randn(257, 512, device="cuda", dtype=torch.bfloat16)
