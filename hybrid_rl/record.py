@@ -152,7 +152,7 @@ def _rollout_sums(batch: TrainBatch) -> dict[str, float]:
 def environment(world: World) -> dict[str, str | int]:
     """Return what a number was measured with: device, ranks and versions."""
     gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else f"CPU, {os.cpu_count()} cores"
-    installed = {d.name.lower(): d.version for d in distributions() if d.name}
+    installed = {d.name.lower().replace("_", "-"): d.version for d in distributions() if d.name}
     versions = {name: installed[name] for name in PACKAGES if name in installed}
     return {"device": gpu, "num_ranks": world.size, "python": platform.python_version(), **versions}
 

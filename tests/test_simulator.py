@@ -20,7 +20,13 @@ from hybrid_rl.simulator import Rates, bus_seconds, simulate
 from hybrid_rl.trainer import RESIDENCY
 
 FLOOR = Rates(
-    forward_share=1, update_share=1, launch_s=0, decode_share=1, memory_bytes_per_s=3e12, host_s_per_sequence=0
+    forward_share=1,
+    update_share=1,
+    launch_s=0,
+    decode_share=1,
+    memory_bytes_per_s=3e12,
+    host_s_per_step=0,
+    host_s_per_sequence=0,
 )
 
 
@@ -68,11 +74,11 @@ def test_floors_are_those_of_the_research_note(config):
 def test_decode_is_bound_by_the_slower_of_host_and_memory(config):
     told = step(config, Rates())
     assert told.decode_bound == "host"
-    assert told.phases["rollout: decode"] == pytest.approx(512 * 512 * 26e-6)  # steps x sequences x seconds
-    # Half the sequences at once: as long on the host, but in two waves.
+    assert told.phases["rollout: decode"] == pytest.approx(512 * (2.4e-3 + 512 * 13.2e-6))  # steps x seconds
+    # Half the sequences at once: as much for them, but in two waves, each with steps of its own.
     halved = step(replace(config, rollout=replace(config.rollout, max_num_seqs=256)), Rates())
-    assert halved.phases["rollout: decode"] == pytest.approx(told.phases["rollout: decode"])
-    fast = step(config, Rates(host_s_per_sequence=1e-9))
+    assert halved.phases["rollout: decode"] == pytest.approx(2 * 512 * (2.4e-3 + 256 * 13.2e-6))
+    fast = step(config, Rates(host_s_per_step=0, host_s_per_sequence=1e-9))
     read = 2 * 1_543_714_304 + 512 * (256 + 256) * 28_672
     assert fast.decode_bound == "bandwidth"
     assert fast.phases["rollout: decode"] == pytest.approx(512 * read / (0.4 * 3.01e12))
@@ -131,8 +137,8 @@ def test_exchanges_by_hand(config):
     found = step(cut, rates, num_gpus=2).phases
     assert found["exchanges"] == pytest.approx(9 * 28 * 2 * 1536 * 2 / 2 * 2 * tokens / 1e9)
     heads = 2 * 1536 * 151936 * (256 * 512)  # of one rank's responses, which it computes for the other too
-    assert found["score"] - told.phases["score"] == pytest.approx(heads / (0.45 * 790e12))
-    assert found["update actor"] - told.phases["update actor"] == pytest.approx(4 * heads / (0.65 * 790e12))
+    assert found["score"] - told.phases["score"] == pytest.approx(heads / (0.65 * 790e12))
+    assert found["update actor"] - told.phases["update actor"] == pytest.approx(4 * heads / (0.87 * 790e12))
 
 
 def test_every_micro_batch_of_an_update_costs_its_launches(config):
