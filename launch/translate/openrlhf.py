@@ -210,7 +210,7 @@ OPTIMIZERS = tuple(
 DEEPSPEED = (
     moot("ds.deepcompile deepcompile", bool, "training is not compiled as a whole"),
     moot("ds.zpg zpg", int, "a shard of ZeRO++'s per node is of use with several nodes"),
-    moot("ds.use_liger_kernel use_liger_kernel", bool, "models.fused_layers = auto takes its layers where it is installed"),
+    moot("ds.use_liger_kernel use_liger_kernel", bool, "models.fused_layers = auto takes it where installed"),
     moot("ds.grad_accum_dtype grad_accum_dtype", str, "gradients add up in float32"),
     moot("ds.overlap_comm overlap_comm", bool, "DeepSpeed's default stands"),
     moot("disable_trace_cache", bool, "DeepSpeed's default stands"),
