@@ -2,16 +2,21 @@
 
 python profiling/bench_rollout.py                            # 1.5B, 256 + 512 tokens, 512 and 128 responses at once
 python profiling/bench_rollout.py --kinds whole "two processes"        # scheduling and launching side by side
+python profiling/bench_rollout.py --kinds whole --responses 128 --trace       # which kernels a decode step goes to
 python profiling/bench_rollout.py --shape tiny --responses 16 --prompt-tokens 8 --response-tokens 16      # dry run, CPU
 
 Random weights end no response early. The first generation of each kind warms up and is left out.
 """
 
 import argparse
+import collections
+import gzip
 import json
 import os
 import statistics
+import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,6 +48,9 @@ class TokenByToken(VllmEngine):
         )
 
 
+TRACED_STEPS = 20
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+"""Categories of a trace's events that are work of the device."""
 KINDS: dict[str, tuple[type[VllmEngine], dict[str, Any]]] = {
     "whole": (VllmEngine, {}),
     "two processes": (VllmEngine, {"distributed_executor_backend": "mp"}),
@@ -56,7 +64,10 @@ def start(kind: str, model: str, arguments: argparse.Namespace) -> VllmEngine:
     import vllm
 
     engine_class, changes = KINDS[kind]
-
+    if arguments.trace:  # in the middle of a generation, when all sequences decode
+        profiler = {"profiler": "torch", "torch_profiler_dir": tempfile.mkdtemp(), "torch_profiler_with_stack": False}
+        steps = {"delay_iterations": arguments.response_tokens // 2, "max_iterations": TRACED_STEPS}
+        changes = changes | {"profiler_config": profiler | steps}
     config = RolloutConfig(
         max_num_seqs=max(arguments.responses),
         kv_cache_memory_bytes=int(arguments.kv_gib * (1 << 30)),
@@ -90,6 +101,47 @@ def seconds(engine: VllmEngine, prompts: list[list[int]], arguments: argparse.Na
     return statistics.median(times[1:])
 
 
+def busy_and_wall(events: Iterable[dict[str, Any]]) -> tuple[float, float]:
+    """Return for how long any of the events of a trace goes on, and from the start of the first to the last's end."""
+    events = sorted(events, key=lambda event: event["ts"])
+    busy, end = 0.0, events[0]["ts"]
+    for event in events:
+        busy += max(0.0, event["ts"] + event["dur"] - max(end, event["ts"]))
+        end = max(end, event["ts"] + event["dur"])
+    return busy, end - events[0]["ts"]
+
+
+def trace(engine: VllmEngine, prompts: list[list[int]], arguments: argparse.Namespace) -> None:
+    """Print what the device and CUDA's runtime do in a decode step, and for how much of it the device works."""
+    config = engine._llm.llm_engine.vllm_config.profiler_config
+    before = set(Path(config.torch_profiler_dir).glob("*.json.gz"))
+    engine._llm.start_profile()
+    seconds(engine, prompts, argparse.Namespace(**vars(arguments) | {"repeats": 1}), has_seeds=True)
+    engine._llm.stop_profile()
+    events: list[dict[str, Any]] = []
+    for path in set(Path(config.torch_profiler_dir).glob("*.json.gz")) - before:
+        with gzip.open(path) as file:
+            events += [event for event in json.load(file)["traceEvents"] if "dur" in event]
+    device = [event for event in events if event["cat"] in DEVICE]
+    if not device:
+        print("no work of a GPU in the trace", flush=True)
+        return
+    (busy, wall), scale = busy_and_wall(device), 1e-3 / TRACED_STEPS
+    print(f"a decode step of {len(prompts)}: {wall * scale:.2f} ms, the device works {busy * scale:.2f} ms of them")
+    for category in (DEVICE, ("cuda_runtime", "cuda_driver")):
+        totals: collections.Counter[str] = collections.Counter()
+        counts: collections.Counter[str] = collections.Counter()
+        for event in events:
+            if event["cat"] in category:
+                totals[event["name"]] += event["dur"]
+                counts[event["name"]] += 1
+        rows = [
+            {"name": name[:90], "ms a step": us * scale, "calls a step": counts[name] / TRACED_STEPS}
+            for name, us in totals.most_common(25)
+        ]
+        print("", *table(rows), sep="\n", flush=True)
+
+
 def main() -> None:
     """Parse the command line, measure each kind, write, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -100,6 +152,7 @@ def main() -> None:
     parser.add_argument("--response-tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kv-gib", type=float, default=16.0 if torch.cuda.is_available() else 0.25)
+    parser.add_argument("--trace", action="store_true", help="slows the engine down: read no times then")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs: the engine starts 30 s sooner")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "bench", help="folder of models and runs")
     parser.add_argument("--out", type=Path, default=HERE / "results")
@@ -114,6 +167,9 @@ def main() -> None:
     for name in arguments.kinds:
         engine = start(name, paths["actor"], arguments)
         for count in arguments.responses:
+            if arguments.trace:
+                trace(engine, prompts[:count], arguments)
+                continue
             for has_seeds in (True, False):
                 took = seconds(engine, prompts[:count], arguments, has_seeds=has_seeds)
                 row = {"kind": name, "at once": count, "seeds": has_seeds, "seconds": took}
@@ -122,7 +178,8 @@ def main() -> None:
                 print(f"{name}, {count} at once, seeds {has_seeds}: {took:.2f} s", flush=True)
                 write_csv(arguments.out / "rollout.csv", line, rows)  # whole at any time: a run may be cut off
         engine.close()
-    print("", *table(rows), sep="\n")
+    if rows:
+        print("", *table(rows), sep="\n")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "profiling"))
 
 import bench_iteration  # noqa: E402
+import bench_rollout  # noqa: E402
 import bench_scaling  # noqa: E402
 import plot_memory  # noqa: E402
 import random_model  # noqa: E402
@@ -193,3 +194,10 @@ def test_links_are_timed_between_ranks(tmp_path):
     sent = {name: float(row["gb_per_s"]) * float(row["ms"]) for name, row in rows.items()}
     expected = {"all-reduce": 1.0, "all-gather": 0.5, "broadcast": 1.0}
     assert {name: sent[name] for name in expected} == pytest.approx(expected)
+
+
+def test_work_that_overlaps_on_two_streams_is_counted_once():
+    """From 0 to 6 and, with a part of it on another stream, from 10 to 14; nothing in between."""
+    spans = [(10, 3), (0, 4), (12, 2), (2, 4), (11, 1)]
+    events = [{"ts": start, "dur": length} for start, length in spans]
+    assert bench_rollout.busy_and_wall(events) == (10, 14)
