@@ -153,6 +153,17 @@ def _smaller_batches(start: Change) -> Iterator[Change]:
         tokens //= 2
 
 
+def larger_batches(start: Change) -> Iterator[Change]:
+    """Yield twice the tokens of a micro-batch, and twice again, until one takes a whole mini-batch of a rank."""
+    config = start.config
+    length = config.prompts.max_prompt_tokens + config.rollout.max_response_tokens
+    most = config.update.mini_batch_size * length // start.machine.num_ranks
+    tokens = config.update.micro_batch_tokens
+    while tokens < most:
+        tokens *= 2
+        yield start.set("update.micro_batch_tokens", tokens)
+
+
 def _shared_tokens(start: Change) -> Iterator[Change]:
     """Yield two GPUs of a node that share the tokens of a micro-batch, and twice as many, as long as these fill it."""
     size = 2

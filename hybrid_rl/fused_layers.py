@@ -24,11 +24,13 @@ _LOSSES = {"cross_entropy": False, "fused_linear_cross_entropy": False}  # the l
 def uses_liger(setting: str, model_type: str, *, is_half_on_gpu: bool) -> bool:
     """Return whether a model computes with Liger's kernels: as set, or where they are installed and have been checked.
 
+    A machine without a GPU, which can only plan for another, takes them to be there: `make install` puts them there.
+
     Args:
         setting: models.fused_layers.
         is_half_on_gpu: the model is in 16 bits on a GPU; Triton has no CPU, and float32 is for exact comparisons.
     """
-    is_there = importlib.util.find_spec("liger_kernel") is not None
+    is_there = importlib.util.find_spec("liger_kernel") is not None or not torch.cuda.is_available()
     return setting == "liger" or (setting == "auto" and is_half_on_gpu and is_there and model_type in FAMILIES)
 
 

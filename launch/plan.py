@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 from rich.table import Table
 
-from hybrid_rl.advice import advice, suggest
+from hybrid_rl.advice import Change, advice, larger_batches, suggest
 from hybrid_rl.config import Config, check
 from hybrid_rl.engines.group import group_sizes
 from hybrid_rl.memory import Phase
@@ -83,7 +83,7 @@ def show_plan(config: Config, machine: Machine, console: Console | None = None) 
     console = console or Console(width=WIDTH, highlight=False)
     told = forecast(config, machine, rates)
     console.print(_memory_table(told))
-    for line in (*_kv_lines(told), *_host_lines(told, rates), *_verdict(told)):
+    for line in (*_kv_lines(told), *_host_lines(told, rates), *_verdict(told, rates)):
         console.print(line, soft_wrap=True)
     console.print(_time_table(told))
     return not told.plan.missing_bytes
@@ -144,13 +144,27 @@ def _host_lines(told: Forecast, rates: Rates) -> list[str]:
     ]
 
 
-def _verdict(told: Forecast) -> list[str]:
+def _verdict(told: Forecast, rates: Rates) -> list[str]:
     plan = told.plan
     if not plan.missing_bytes:
         spare = (told.machine.budget_bytes - plan.peak(plan.worst)) / GIB
-        return [f"[green]fits[/green]: {plan.worst.value} is the fullest phase, {spare:.1f} GiB are left in it"]
+        fits = f"[green]fits[/green]: {plan.worst.value} is the fullest phase, {spare:.1f} GiB are left in it"
+        return [fits, *_faster(told, rates)]
     change = suggest(told.config, told.machine, told.shapes, RESIDENCY)
     return [f"[red]does not fit[/red]: {plan.refusal()}: {plan.missing_bytes:,} bytes missing", advice(change)]
+
+
+def _faster(told: Forecast, rates: Rates) -> list[str]:
+    """Return a line on larger micro-batches that fit and save a twentieth of a step, each doubling a fiftieth more."""
+    best, limit = None, 0.95 * told.time.total_s
+    for change in larger_batches(Change(config=told.config, machine=told.machine)):
+        plan = make_plan(change.config, change.machine, told.shapes, RESIDENCY)
+        seconds = simulate(change.config, change.machine, told.shapes, plan, rates).total_s
+        if not plan.missing_bytes and seconds < limit:
+            best, limit = (change, seconds), 0.98 * seconds
+    if best is None:
+        return []
+    return [f"this would fit too, and take {best[1]:.1f} s a step instead of {told.time.total_s:.1f}: {best[0]}"]
 
 
 def _time_table(told: Forecast) -> Table:

@@ -14,10 +14,14 @@ from hybrid_rl.planner import GIB, Machine, make_plan, read_shapes
 from hybrid_rl.trainer import RESIDENCY
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_auto_takes_liger_where_it_is_installed_and_checked(monkeypatch: pytest.MonkeyPatch, is_there: bool) -> None:
-    spec = importlib.util.spec_from_loader("liger_kernel", None) if is_there else None
+@pytest.mark.parametrize("is_installed, has_gpu, is_there", [(1, 1, True), (0, 1, False), (0, 0, True)])
+def test_auto_takes_liger_where_it_is_installed_and_checked(
+    monkeypatch: pytest.MonkeyPatch, is_installed: int, has_gpu: int, is_there: bool
+) -> None:
+    """A machine without a GPU plans for one that has it."""
+    spec = importlib.util.spec_from_loader("liger_kernel", None) if is_installed else None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(has_gpu))
     assert uses_liger("auto", "qwen2", is_half_on_gpu=True) is is_there
     assert not uses_liger("auto", "qwen2", is_half_on_gpu=False)
     assert not uses_liger("auto", "gpt2", is_half_on_gpu=True)

@@ -40,6 +40,20 @@ def test_a_plan_that_does_not_fit_suggests_one_that_does(run_forked, settings):
         assert line in again.output
 
 
+def test_a_plan_with_room_names_the_micro_batches_that_would_be_faster(run_forked, settings):
+    command = ["launch/colocated.py", "plan", "--config", settings, "--gpus", "8", "--gpu-memory", "80GB"]
+    command += ["--models.gradient_checkpointing", "true", "--update.micro_batch_tokens"]
+    found = re.compile(r"fit too, and take ([\d.]+) s a step instead of ([\d.]+): --update.micro_batch_tokens (\d+)")
+    told = run_forked(*command, "2048")
+    assert told.code == 0, told.output
+    less, more, tokens = found.search(told.output).groups()
+    again = run_forked(*command, tokens)
+    assert again.code == 0, again.output
+    step = float(re.search(r"^\W*step\W+([\d.]+)", again.output, re.MULTILINE)[1])
+    assert step == pytest.approx(float(less), abs=0.06) and step < 0.95 * float(more)
+    assert int(tokens) % 4096 == 0 and not found.search(again.output)
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
