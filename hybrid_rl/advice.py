@@ -154,11 +154,12 @@ def _smaller_batches(start: Change) -> Iterator[Change]:
 
 
 def larger_batches(start: Change) -> Iterator[Change]:
-    """Yield twice the tokens of a micro-batch, and twice again, until one takes a whole mini-batch of a rank."""
-    config = start.config
+    """Yield twice the tokens of a micro-batch, and twice again, until ranks that share one have all of theirs in it."""
+    config, update = start.config, start.config.update
     length = config.prompts.max_prompt_tokens + config.rollout.max_response_tokens
-    most = config.update.mini_batch_size * length // start.machine.num_ranks
-    tokens = config.update.micro_batch_tokens
+    sharers = update.sequence_parallel_size * update.tensor_parallel_size
+    most = sharers * update.mini_batch_size * length // start.machine.num_ranks
+    tokens = update.micro_batch_tokens
     while tokens < most:
         tokens *= 2
         yield start.set("update.micro_batch_tokens", tokens)

@@ -1,11 +1,10 @@
 """Liger's Triton kernels for what a decoder layer does beside its products: norms, gated activation, rotary embedding.
 
 transformers makes several passes over memory for each, and keeps what they leave for backward. Liger makes one and
-keeps less (Hsu et al. 2024, arXiv 2410.10989). Of 1.5B parameters on an H200, packs of 24576 tokens: log-probs 131
-thousand tokens a second without and 170 with, updates 38 and 46 in 97 and 77 GiB (profiling/bench_update.py).
+keeps less (Hsu et al. 2024, arXiv 2410.10989). Of 1.5B parameters on an H200, packs of 24576 tokens: log-probs 134
+thousand tokens a second without and 174 with, updates 40 and 50 in 97 and 77 GiB (profiling/bench_update.py).
 """
 
-import importlib.util
 import sys
 
 import torch
@@ -30,7 +29,7 @@ def uses_liger(setting: str, model_type: str, *, is_half_on_gpu: bool) -> bool:
         setting: models.fused_layers.
         is_half_on_gpu: the model is in 16 bits on a GPU; Triton has no CPU, and float32 is for exact comparisons.
     """
-    is_there = importlib.util.find_spec("liger_kernel") is not None or not torch.cuda.is_available()
+    is_there = is_liger_kernel_available() or not torch.cuda.is_available()
     return setting == "liger" or (setting == "auto" and is_half_on_gpu and is_there and model_type in FAMILIES)
 
 
@@ -53,6 +52,7 @@ def fuse_layers(module: PackedModel, config: ModelsConfig, path: str, *, field: 
     is_half_on_gpu = model.device.type == "cuda" and model.dtype != torch.float32
     if not uses_liger(config.fused_layers, model.config.model_type, is_half_on_gpu=is_half_on_gpu):
         return
+    check_family(config.fused_layers, model.config.model_type, field=f"{field} = {path}")
     check(is_half_on_gpu, "models.fused_layers = liger: needs a GPU and models.dtype = bfloat16; use auto")
     check(is_liger_kernel_available(), "models.fused_layers = liger: liger-kernel is not installed; use auto")
     _, alone = probe_inputs(model)

@@ -14,7 +14,6 @@ import gzip
 import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -65,7 +64,11 @@ def start(kind: str, model: str, arguments: argparse.Namespace) -> VllmEngine:
 
     engine_class, changes = KINDS[kind]
     if arguments.trace:  # in the middle of a generation, when all sequences decode
-        profiler = {"profiler": "torch", "torch_profiler_dir": tempfile.mkdtemp(), "torch_profiler_with_stack": False}
+        profiler = {
+            "profiler": "torch",
+            "torch_profiler_dir": str(arguments.work.resolve() / "trace"),
+            "torch_profiler_with_stack": False,
+        }
         steps = {"delay_iterations": arguments.response_tokens // 2, "max_iterations": TRACED_STEPS}
         changes = changes | {"profiler_config": profiler | steps}
     config = RolloutConfig(
@@ -152,7 +155,11 @@ def main() -> None:
     parser.add_argument("--response-tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kv-gib", type=float, default=16.0 if torch.cuda.is_available() else 0.25)
-    parser.add_argument("--trace", action="store_true", help="slows the engine down: read no times then")
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="of some decode steps, into the folder trace of --work; no times are measured then",
+    )
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs: the engine starts 30 s sooner")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "bench", help="folder of models and runs")
     parser.add_argument("--out", type=Path, default=HERE / "results")
@@ -168,6 +175,7 @@ def main() -> None:
         engine = start(name, paths["actor"], arguments)
         for count in arguments.responses:
             if arguments.trace:
+                print(line)
                 trace(engine, prompts[:count], arguments)
                 continue
             for has_seeds in (True, False):

@@ -1,12 +1,13 @@
 """Who computes with Liger's kernels. What they compute needs a GPU: tests/gpu/test_fused_layers.py."""
 
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from hybrid_rl import fused_layers
 from hybrid_rl.config import Config, ConfigError, ModelsConfig, PromptsConfig, RolloutConfig
 from hybrid_rl.fused_layers import FAMILIES, check_family, uses_liger
 from hybrid_rl.models import load_actor
@@ -19,8 +20,7 @@ def test_auto_takes_liger_where_it_is_installed_and_checked(
     monkeypatch: pytest.MonkeyPatch, is_installed: int, has_gpu: int, is_there: bool
 ) -> None:
     """A machine without a GPU plans for one that has it."""
-    spec = importlib.util.spec_from_loader("liger_kernel", None) if is_installed else None
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(fused_layers, "is_liger_kernel_available", lambda: bool(is_installed))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(has_gpu))
     assert uses_liger("auto", "qwen2", is_half_on_gpu=True) is is_there
     assert not uses_liger("auto", "qwen2", is_half_on_gpu=False)
@@ -43,6 +43,14 @@ def test_a_cpu_has_the_layers_of_transformers_or_says_why(tiny: Path) -> None:
     assert type(actor.model.base_model.norm).forward is actor.model.base_model.norm.forward.__func__
     with pytest.raises(ConfigError, match=r"models.fused_layers = liger: needs a GPU and models.dtype = bfloat16"):
         load_actor(path, ModelsConfig(fused_layers="liger"), cpu)
+
+
+def test_an_unchecked_family_is_refused_by_the_loader_too(tmp_path: Path) -> None:
+    """Liger would leave a family that it does not know as it is, and say nothing."""
+    config = GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=4, n_positions=64, pad_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=rf"models.actor = {tmp_path} is of type gpt2; use auto"):
+        load_actor(str(tmp_path), ModelsConfig(fused_layers="liger"), torch.device("cpu"))
 
 
 def test_the_plan_of_a_gpu_counts_what_liger_keeps(tiny: Path) -> None:

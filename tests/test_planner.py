@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from hybrid_rl.advice import check_plan, plan_run, suggest
+from hybrid_rl.advice import Change, check_plan, larger_batches, plan_run, suggest
 from hybrid_rl.config import (
     AdvantageConfig,
     Config,
@@ -208,6 +208,14 @@ def test_a_suggestion_fits(folders, name, sections, gib, first):
         check_plan(found, config, shapes, RESIDENCY)
     for part in (found.worst.value, f"{found.peak(found.worst):,}", f"{machine(gib).budget_bytes:,}", str(change)):
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize("sharers, tokens", [(1, [16384, 32768]), (2, [16384, 32768, 65536])])
+def test_micro_batches_grow_to_what_their_ranks_have_of_a_mini_batch(folders, sharers, tokens):
+    """128 sequences of 1024 tokens over 4 ranks: 32768 for each, 65536 for two that share them."""
+    config = make_config(folders, "1b", update={"sequence_parallel_size": sharers})
+    found = larger_batches(Change(config=config, machine=machine(num_gpus=4)))
+    assert [change.config.update.micro_batch_tokens for change in found] == tokens
 
 
 @pytest.mark.parametrize("num_gpus, is_shared", [(1, False), (2, True)])
