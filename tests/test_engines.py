@@ -8,9 +8,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import get_z3_leaf_modules
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -58,8 +60,8 @@ def weights_of(engine: TrainEngine) -> dict[str, Tensor]:
 
 @pytest.fixture
 def make_engine(tiny: Path, world: World):
-    def make(stage: int, *, settings: OptimizerConfig = SETTINGS, dtype: str = "float32") -> TrainEngine:
-        actor = load_actor(str(tiny / "policy"), ModelsConfig(dtype=dtype), CPU)
+    def make(stage: int, *, settings: OptimizerConfig = SETTINGS, **models: Any) -> TrainEngine:
+        actor = load_actor(str(tiny / "policy"), ModelsConfig(**models), CPU)
         return TrainEngine(actor, settings, zero_stage=stage, total_steps=6, world=world)
 
     return make
@@ -103,6 +105,17 @@ def test_steps_are_those_of_plain_pytorch(tiny, make_engine, pieces, stage):
         expected = dict(plain.model.named_parameters())[name].detach()
         torch.testing.assert_close(weight, expected, atol=2e-6, rtol=0, msg=name)
         assert (weight - before[name]).abs().max() > 1e-3
+
+
+def test_zero_3_moves_layers_whole_and_computes_them_twice_all_the_same(make_engine, pieces):
+    """A layer that is computed again in backward has its weights then, though its forward gives them up."""
+    engines = [make_engine(3, gradient_checkpointing=again) for again in (False, True)]
+    assert all(get_z3_leaf_modules(engine.module) == list(engine.model.model.layers) for engine in engines)
+    once, twice = ([take_step(engine, pieces) for _ in range(3)] for engine in engines)
+    assert twice == pytest.approx(once, rel=1e-6)
+    expected = weights_of(engines[0])
+    for name, weight in weights_of(engines[1]).items():
+        torch.testing.assert_close(weight, expected[name], atol=1e-6, rtol=0, msg=name)
 
 
 def test_ninja_is_found_where_the_environment_is_not_active():

@@ -32,6 +32,8 @@ os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), os.pat
 import deepspeed
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import logger as deepspeed_logger
+from deepspeed.utils import set_z3_leaf_modules
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hybrid_rl.engines.flat import FlatWeights
 from hybrid_rl.engines.shards import Shards
@@ -137,6 +139,10 @@ class TrainEngine:
         )
         self._shards = Shards(module, tensor_parallel_size)
         settings = _settings(config, zero_stage=zero_stage, dtype=dtype, device=world.device) | self._shards.settings
+        if zero_stage == 3 and not has_adapters(module.model):
+            # A layer's weights come and go at once instead of module by module, which is half of what ZeRO-3 keeps the
+            # host busy with. Not with adapters: DeepSpeed relies on a gradient of each layer's input then.
+            set_z3_leaf_modules(module, [GradientCheckpointingLayer], raise_if_not_found=False)
         factor = lr_factor(config, total_steps)
         parameters = flat.ordered() if flat else module.parameters()
         with flat.adopted() if flat else nullcontext():

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,13 @@ KV_BYTES, MIB = 2 << 30, 1 << 20
 NUM_TENSORS = 93
 """Of the small policy: 10 layers of 9, an embedding, a norm and a head."""
 
-Rows = list[dict[str, float]]
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run left: the metrics of each step, and the first step's responses by the number of their prompt."""
+
+    rows: list[dict[str, float]]
+    responses: dict[int, dict[str, Any]]
 
 
 def settings(small: Path, folder: Path, changes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -44,10 +51,10 @@ def settings(small: Path, folder: Path, changes: dict[str, dict[str, Any]]) -> d
 
 
 @pytest.fixture
-def train(small: Path, tmp_path: Path, launch: Callable[..., Path]) -> Callable[..., Rows]:
-    """Run on two cards with some settings changed, in a folder of that name; return the rows of metrics.jsonl."""
+def train(small: Path, tmp_path: Path, launch: Callable[..., Path]) -> Callable[..., Run]:
+    """Run on two cards with some settings changed, in a folder of that name."""
 
-    def run(name: str, ray: bool = False, **changes: dict[str, Any]) -> Rows:
+    def run(name: str, ray: bool = False, **changes: dict[str, Any]) -> Run:
         folder = tmp_path / name
         folder.mkdir()
         wanted = settings(small, folder, changes)
@@ -55,25 +62,39 @@ def train(small: Path, tmp_path: Path, launch: Callable[..., Path]) -> Callable[
             left = launch(wanted, "--address", "local", "--num_workers", "2", script="ray_cluster.py")
         else:
             left = launch(wanted, "--num_processes", "2")
-        return [json.loads(line) for line in (left / "metrics.jsonl").read_text().splitlines()]
+        rows = read_lines(left / "metrics.jsonl")
+        responses = {row["prompt_id"]: row for row in read_lines(left / "rollouts" / "step_000001.jsonl")}
+        return Run(rows=rows, responses=responses)
 
     return run
 
 
-def peaks(*runs: Rows) -> list[float]:
-    return [rows[-1]["memory/update_actor_peak_bytes"] for rows in runs]
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def assert_same_first_step(apart: Rows, shared: Rows) -> None:
-    """The first step samples the same tokens; bfloat16 rounds otherwise in parts of a sum and in other packings."""
+def peaks(*runs: Run) -> list[float]:
+    return [run.rows[-1]["memory/update_actor_peak_bytes"] for run in runs]
+
+
+def assert_same_first_step(apart: Run, shared: Run) -> None:
+    """Both sample the same tokens but for ties that rounding breaks, as vLLM's first batches depend on the time.
+
+    59 to 64 of 64 responses were the same, and their rewards to the last bit but one. What is averaged over all of
+    them, and what bfloat16 rounds otherwise in parts of a sum and in other packings, is compared by twentieths.
+    """
     for name in ("rollout/logprob_gap", "actor/loss", "actor/grad_norm", "critic/loss", "time/step"):
-        print(name, [row[name] for row in apart], [row[name] for row in shared])
+        print(name, [row[name] for row in apart.rows], [row[name] for row in shared.rows])
     print("peak of the actor's update", peaks(apart, shared))
-    for name in ("reward", "rollout/response_length"):
-        assert shared[0][name] == pytest.approx(apart[0][name], rel=1e-3)
+    pairs = [(row, shared.responses[number]) for number, row in apart.responses.items()]
+    same = [(one, other) for one, other in pairs if one["response"] == other["response"]]
+    print(f"{len(same)} of {len(pairs)} responses are the same")
+    assert len(pairs) == 64 and len(same) >= 0.85 * len(pairs)
+    for one, other in same:
+        assert other["reward"] == pytest.approx(one["reward"], abs=1e-3)
     for name in ("kl", "actor/entropy", "actor/grad_norm", "critic/loss", "critic/grad_norm"):
-        assert shared[0][name] == pytest.approx(apart[0][name], rel=0.05, abs=1e-3)
-    assert max(row["rollout/logprob_gap"] for row in shared) < 0.02
+        assert shared.rows[0][name] == pytest.approx(apart.rows[0][name], rel=0.05, abs=1e-3)
+    assert max(row["rollout/logprob_gap"] for row in shared.rows) < 0.02
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
@@ -106,7 +127,7 @@ def test_two_cards_that_share_matrices_train_what_two_that_do_not(train, zero_st
         for size in (1, 2)
     )
     assert_same_first_step(apart, shared)
-    assert {row["sync/num_verified"] for row in shared} == {NUM_TENSORS}
+    assert {row["sync/num_verified"] for row in shared.rows} == {NUM_TENSORS}
 
 
 @pytest.mark.parametrize("zero_stage, swap", [(2, "vmm"), (3, "vmm"), (3, "deepspeed")])
@@ -118,7 +139,7 @@ def test_an_engine_over_two_cards_follows_the_trainer_and_sleeps(train, tmp_path
         rollout={"tensor_parallel_size": 2},
         update={"zero_stage": zero_stage, **rates},
         memory={"swap": swap},
-    )
+    ).rows
     assert len(rows) == 4
     gaps = [row["rollout/logprob_gap"] for row in rows]
     print("gap:", gaps, "hand-over in s:", [row["time/sync"] for row in rows])
@@ -132,7 +153,7 @@ def test_an_engine_over_two_cards_follows_the_trainer_and_sleeps(train, tmp_path
 
 def test_an_engine_over_two_cards_trains_what_two_engines_do(train):
     """The same prompts; sampled tokens may part where two probabilities are close, in bfloat16."""
-    one, two = (train(f"of_{size}", rollout={"tensor_parallel_size": size}) for size in (1, 2))
+    one, two = (train(f"of_{size}", rollout={"tensor_parallel_size": size}).rows for size in (1, 2))
     print([(a["actor/loss"], b["actor/loss"]) for a, b in zip(one, two, strict=True)])
     assert one[0]["critic/loss"] == pytest.approx(two[0]["critic/loss"], rel=0.1)
     assert [row["rollout/logprob_gap"] for row in two] == pytest.approx(
@@ -144,4 +165,4 @@ def test_ray_trains_what_the_launcher_does(train):
     pytest.importorskip("ray.train")
     alone, ray = train("launched", sync={"mode": "auto"}), train("by_ray", ray=True, sync={"mode": "auto"})
     assert_same_first_step(alone, ray)
-    assert len(ray) == len(alone)
+    assert len(ray.rows) == len(alone.rows)
