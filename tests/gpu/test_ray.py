@@ -1,0 +1,26 @@
+"""Ray Train's workers on cards: `pytest -m gpu -s tests/gpu/test_ray.py`, with `-m multi_gpu` on two."""
+
+import pytest
+import torch
+
+pytest.importorskip("ray.train")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "num_ranks",
+    [
+        pytest.param(
+            1, marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")]
+        ),
+        pytest.param(
+            2, marks=[pytest.mark.multi_gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two")]
+        ),
+    ],
+)
+def test_ray_trains_what_the_launcher_does(train, num_ranks):
+    launched, by_ray = (
+        train(f"ray_{ray}", num_ranks=num_ranks, by_ray=ray, sync={"mode": "auto"}) for ray in (False, True)
+    )
+    launched.assert_same_first_step(by_ray)
+    assert len(by_ray.rows) == len(launched.rows) == 3
