@@ -75,9 +75,10 @@ def footprint(shape: ModelShape, sharding: Sharding, *, num_trained: int) -> Foo
 
     Beside them, but for ZeRO 0 and 1 bf16, the bucket, (b + 4) E, in every backward: gradients in the dtype, and
     float32 while they are reduced; a larger tensor takes (b + 4) times its own elements. ZeRO-3 keeps it between two
-    steps; on several ranks it also keeps b min(N, 1e9) of gathered weights, and takes 2 b min(N, 5e7) for a prefetch
-    and its copy. cpu_adam keeps 20 T / W on the host, master, moments, gradients twice, and up to ZeRO-2 room for the
-    largest tensor's gradient on the GPU; there DeepSpeed also adds up 4 T / W of gradients until the step.
+    steps; on several ranks it also keeps b min(N, 1e9) of gathered weights, and takes b for each element that is on its
+    way: a prefetch of 5e7, or a layer where one is larger. cpu_adam keeps 20 T / W on the host, master, moments,
+    gradients twice, and up to ZeRO-2 room for the largest tensor's gradient on the GPU; there DeepSpeed also adds up
+    4 T / W of gradients until the step.
 
     Args:
         num_trained: parameters that learn; with LoRA the adapters (and a value head), which come on top of the shape's.
@@ -109,7 +110,7 @@ def footprint(shape: ModelShape, sharding: Sharding, *, num_trained: int) -> Foo
         gradients=gradients,
         kept=kept_bucket + b * min(total, LIVE_ELEMENTS) * is_gathering + passed,
         reduction=reduction - kept_bucket,
-        gathered=2 * b * min(total, PREFETCH_ELEMENTS) * is_gathering,
+        gathered=b * min(total, max(PREFETCH_ELEMENTS, shape.num_linear // shape.num_layers)) * is_gathering,
         step=step,
         host=20 * share if sharding.is_on_host else 0,
     )

@@ -17,6 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassifi
 SHAPES = {
     # layers, width, width of the feed-forward part, heads, heads of keys, vocabulary, whether the head is tied
     "tiny": (2, 128, 96, 4, 2, 128, True),
+    "narrow": (28, 128, 96, 4, 2, 128, True),  # as many launches and hooks as 1.5b, and nothing to compute
     "0.5b": (24, 896, 4864, 14, 2, 151936, True),
     "1.5b": (28, 1536, 8960, 12, 2, 151936, True),
     "7b": (28, 3584, 18944, 28, 4, 152064, False),

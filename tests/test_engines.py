@@ -23,7 +23,7 @@ from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import Sampling
 from hybrid_rl.engines.deepspeed import TrainEngine, lr_factor
 from hybrid_rl.engines.hf import HfEngine
-from hybrid_rl.engines.vllm import remove_shared_memory
+from hybrid_rl.engines.vllm import graph_sizes, remove_shared_memory
 from hybrid_rl.models import Actor, load_actor, load_tokenizer, packed_inputs
 
 CPU = torch.device("cpu")
@@ -446,3 +446,10 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert Path("/dev/shm", name).exists()
     remove_shared_memory([name, "psm_nothing"])
     assert not Path("/dev/shm", name).exists()
+
+
+def test_graphs_are_captured_up_to_as_many_sequences_as_are_decoded():
+    sizes = graph_sizes(1000)
+    assert sizes[:4] == [1, 2, 4, 8] and sizes[33:37] == [248, 256, 272, 288]
+    assert sizes[50:] == [512, 576, 640, 704, 768, 832, 896, 960, 1000]
+    assert graph_sizes(576)[50:] == [512, 576]

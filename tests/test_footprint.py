@@ -196,8 +196,8 @@ def test_a_step_takes_what_is_planned(measured, shape, monkeypatch, stage, dtype
     real = max(marks["backward 1"][1], marks["step 1"][1])
     between = marks["step 1"][0]
     assert 0.99 * least <= between <= 1.01 * most
-    # Of ZeRO-3 on several ranks the plan holds all that may be gathered at once; these layers are not as large.
-    assert (0.75 if (stage, num_ranks) == (3, 2) else 0.91) * peak <= real <= 1.1 * peak
+    # Of ZeRO-3 on several ranks the plan has a prefetch on its way at the peak; these layers are smaller than that.
+    assert (0.88 if (stage, num_ranks) == (3, 2) else 0.91) * peak <= real <= 1.1 * peak
 
 
 @pytest.mark.slow

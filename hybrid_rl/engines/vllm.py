@@ -31,6 +31,8 @@ _DEFAULTS = {
 # Without it the first generation waits 28 s on two cores for a C++ compiler, to speed up one counting function.
 _CPU_DEFAULTS = {"TORCH_COMPILE_DISABLE": "1"}
 _TAGS = ("weights", "kv_cache")
+_OWN_GRAPHS = 512
+"""vLLM captures no CUDA graph of more sequences of itself."""
 LOAD_FORMAT = "hybrid_rl_shared"
 """Name under which vllm_worker.py registers the loader that binds the weights to the trainer's."""
 
@@ -90,6 +92,15 @@ def _shared_arguments(shared: SharedWeights, config: RolloutConfig) -> dict[str,
     return arguments
 
 
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Return the batch sizes to capture CUDA graphs of: vLLM's own up to 512, and every 64th up to the most.
+
+    Of itself it decodes more than 512 sequences without graphs: 1024 took an H200 27 to 40 ms a step, where 512 take 9.
+    """
+    own = [1, 2, 4, *range(8, 256, 8), *range(256, _OWN_GRAPHS + 1, 16)]
+    return [*own, *range(_OWN_GRAPHS + 64, max_num_seqs, 64), max_num_seqs]
+
+
 def _cpu_arguments() -> dict[str, Any]:
     """Return what vLLM needs on a CPU, unless an engine spans several ranks."""
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -147,6 +158,8 @@ class VllmEngine:
             }
             if config.kv_cache_memory_bytes is not None:
                 arguments["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes
+            if not arguments["enforce_eager"] and config.max_num_seqs > _OWN_GRAPHS:
+                arguments["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes(config.max_num_seqs)}
             if gpus:  # mp: under Ray vLLM would ask the cluster for GPUs of its own
                 arguments |= {"tensor_parallel_size": len(gpus), "distributed_executor_backend": "mp"}
             if not torch.cuda.is_available():
