@@ -141,7 +141,7 @@ class TrainEngine:
         settings = _settings(config, zero_stage=zero_stage, dtype=dtype, device=world.device) | self._shards.settings
         if zero_stage == 3 and not has_adapters(module.model):
             # A layer's weights come and go at once instead of module by module, which is half of what ZeRO-3 keeps the
-            # host busy with. Not with adapters: DeepSpeed relies on a gradient of each layer's input then.
+            # host busy with. Not with adapters: the first layer's input has no gradient then, and its backward fails.
             set_z3_leaf_modules(module, [GradientCheckpointingLayer], raise_if_not_found=False)
         factor = lr_factor(config, total_steps)
         parameters = flat.ordered() if flat else module.parameters()

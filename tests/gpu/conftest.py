@@ -46,7 +46,9 @@ class Run:
         print(f"{len(same)} of {len(pairs)} responses are the same")
         assert len(pairs) == 64 and len(same) >= 0.85 * len(pairs)
         for ours, theirs in same:
-            assert theirs["reward"] == pytest.approx(ours["reward"], abs=1e-3)
+            assert theirs["reward"] == pytest.approx(ours["reward"], rel=1e-3, abs=1e-6)
+        length = "rollout/response_length"
+        assert other.rows[0][length] == pytest.approx(self.rows[0][length], rel=1e-3)
         for name in ("kl", "actor/entropy", "actor/grad_norm", "critic/loss", "critic/grad_norm"):
             assert other.rows[0][name] == pytest.approx(self.rows[0][name], rel=0.05, abs=1e-3)
         assert max(row["rollout/logprob_gap"] for row in other.rows) < 0.02

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("ray.train")
-
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
@@ -19,6 +17,7 @@ pytest.importorskip("ray.train")
     ],
 )
 def test_ray_trains_what_the_launcher_does(train, num_ranks):
+    pytest.importorskip("ray.train")
     launched, by_ray = (
         train(f"ray_{ray}", num_ranks=num_ranks, by_ray=ray, sync={"mode": "auto"}) for ray in (False, True)
     )
