@@ -23,8 +23,9 @@ from hybrid_rl_kernels import dispatch
 GIB = 1 << 30
 MARGIN = 0.05
 """Share of the card that a plan leaves free: the error that issue 4 aims at, and the allocator's rounding."""
-TRAINER_CONTEXT_BYTES = int(1.3 * GIB)
-"""CUDA context and libraries on an H200: 1.21 GiB beyond what PyTorch had reserved, and 0.1 that no process owned."""
+TRAINER_CONTEXT_BYTES, TOKEN_EXCHANGE_BYTES = int(1.3 * GIB), int(0.9 * GIB)
+"""CUDA context and libraries on an H200: 1.21 GiB beyond what PyTorch had reserved, and 0.1 that no process owned; what
+NCCL adds where two of them share tokens: 6.56 GiB instead of 5.65 beside the trainer's tensors."""
 ENGINE_CONTEXT_BYTES, GRAPHS_LAYER_BYTES = int(0.9 * GIB), int(0.8 * GIB) // 28
 """What vLLM 0.26 kept asleep on an H200, weights shared: 0.87 GiB eager, 1.67 with 102 CUDA graphs of 28 layers."""
 ENGINE_BATCH_TOKENS = 8192
@@ -322,8 +323,7 @@ class _Planner:
     def kv_row(self, rows: list[Row]) -> Row:
         """Return the KV cache: as set, else what one wave needs, at most what the ROLLOUT phase leaves."""
         row = self._tenant("engine_kv_cache", 0)
-        wanted = self._config.rollout.kv_cache_memory_bytes
-        if wanted is not None:
+        if (wanted := self._config.rollout.kv_cache_memory_bytes) is not None:
             return replace(row, num_bytes=wanted * self._machine.engines_per_gpu)
         tokens = self.wave * self.full_length + KV_BLOCK_TOKENS * self._machine.engines_per_gpu  # vLLM's null block
         used = max(sum(r.num_bytes for r in rows if p in r.phases) for p in row.phases)
@@ -337,6 +337,7 @@ class _Planner:
         config, plan = self._config, plan_halves(self._actor_tensors, self._config.sync.bucket_bytes)
         rows = [
             Row(name="trainer context", num_bytes=TRAINER_CONTEXT_BYTES),
+            Row(name="token exchange", num_bytes=TOKEN_EXCHANGE_BYTES * (config.update.sequence_parallel_size > 1)),
             Row(name="staging bucket", num_bytes=0 if self._shares_weights else bucket_bytes(plan)),
             Row(name="checksums", num_bytes=2 * CHECKSUM_BYTES, phases=frozenset({SYNC})),
         ]

@@ -28,6 +28,7 @@ from hybrid_rl.planner import (
     ENGINE_CONTEXT_BYTES,
     GIB,
     GRAPHS_LAYER_BYTES,
+    TOKEN_EXCHANGE_BYTES,
     TRAINER_CONTEXT_BYTES,
     Machine,
     make_plan,
@@ -208,6 +209,13 @@ def test_a_suggestion_fits(folders, name, sections, gib, first):
         check_plan(found, config, shapes, RESIDENCY)
     for part in (found.worst.value, f"{found.peak(found.worst):,}", f"{machine(gib).budget_bytes:,}", str(change)):
         assert part in str(error.value)
+
+
+def test_ranks_that_share_tokens_hold_what_exchanges_them(folders):
+    configs = [make_config(folders, "1b", update={"sequence_parallel_size": size}) for size in (1, 2)]
+    apart, shared = (plan(replace(config, memory=MemoryConfig(swap="off")), machine(200, 2)) for config in configs)
+    assert shared.peak(SYNC) - apart.peak(SYNC) == shared.peak(ROLLOUT) - apart.peak(ROLLOUT) == TOKEN_EXCHANGE_BYTES
+    assert shared.peak(UPDATE_ACTOR) < apart.peak(UPDATE_ACTOR)
 
 
 @pytest.mark.parametrize("sharers, tokens", [(1, [16384, 32768]), (2, [16384, 32768, 65536])])

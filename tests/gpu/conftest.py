@@ -20,17 +20,22 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def read_looks(folder: Path) -> list[dict[str, int]]:
+    """Return what was `used` of rank 0's GPU at each look of a run, and what the trainer's tensors took of it."""
+    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    return [event["args"] for event in events if event["name"] == "device_memory"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run left: the metrics of each step, and the first step's responses by the number of their prompt."""
+    """What a run left."""
 
     rows: list[dict[str, float]]
+    """The metrics of each step."""
     responses: dict[int, dict[str, Any]]
-
-    @property
-    def update_peak(self) -> float:
-        """The most bytes of the card in the last update of the actor."""
-        return self.rows[-1]["memory/update_actor_peak_bytes"]
+    """The first step's, by the number of their prompt."""
+    trainer_peak: int
+    """The most bytes of tensors that the trainer of rank 0 had, whatever NCCL, engines and others had beside them."""
 
     def assert_same_first_step(self, other: "Run") -> None:
         """Both sample the same tokens, but where rounding decides: vLLM's batches depend on when requests arrive.
@@ -40,7 +45,7 @@ class Run:
         """
         for name in ("rollout/logprob_gap", "actor/loss", "actor/grad_norm", "critic/loss", "time/step"):
             print(name, [row[name] for row in self.rows], [row[name] for row in other.rows])
-        print("peak of the actor's update", self.update_peak, other.update_peak)
+        print("peak of the trainer's tensors", self.trainer_peak, other.trainer_peak)
         pairs = [(row, other.responses[number]) for number, row in self.responses.items()]
         same = [(ours, theirs) for ours, theirs in pairs if ours["response"] == theirs["response"]]
         print(f"{len(same)} of {len(pairs)} responses are the same")
@@ -59,8 +64,7 @@ def engine_bytes() -> Callable[[Path], list[int]]:
     """Read what was in use on the GPU beside the trainer's tensors, at each look in the second half of a run."""
 
     def read(folder: Path) -> list[int]:
-        events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
-        looks = [event["args"] for event in events if event["name"] == "device_memory"]
+        looks = read_looks(folder)
         return [look["used"] - look["trainer"] for look in looks[len(looks) // 2 :]]
 
     return read
@@ -150,6 +154,7 @@ def train(small: Path, tmp_path: Path, launch: Callable[..., Path]) -> Callable[
         else:
             left = launch(wanted, "--num_processes", str(num_ranks))
         responses = {row["prompt_id"]: row for row in read_lines(left / "rollouts" / "step_000001.jsonl")}
-        return Run(rows=read_lines(left / "metrics.jsonl"), responses=responses)
+        peak = max(look["trainer"] for look in read_looks(left))
+        return Run(rows=read_lines(left / "metrics.jsonl"), responses=responses, trainer_peak=peak)
 
     return run

@@ -16,7 +16,7 @@ NUM_TENSORS = 93
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_two_cards_that_share_tokens_train_what_two_that_do_not(train, zero_stage):
-    """A card has half of each micro-batch's activations; the plan says 2.3 GiB less, of 8192 tokens in 10 layers."""
+    """A card has half of each micro-batch's activations; the plan says 1.7 GiB less, of 8192 tokens in 10 layers."""
     rollout, update = {"max_response_tokens": 512}, {"zero_stage": zero_stage, "micro_batch_tokens": 8192}
     apart, shared = (
         train(
@@ -28,7 +28,7 @@ def test_two_cards_that_share_tokens_train_what_two_that_do_not(train, zero_stag
         for size in (1, 2)
     )
     apart.assert_same_first_step(shared)
-    assert shared.update_peak < apart.update_peak - (1 << 30)
+    assert shared.trainer_peak < apart.trainer_peak - (1 << 30)
 
 
 @pytest.mark.parametrize("zero_stage, swap", [(1, "off"), (2, "vmm")])
