@@ -23,9 +23,9 @@ from hybrid_rl_kernels import dispatch
 GIB = 1 << 30
 MARGIN = 0.05
 """Share of the card that a plan leaves free: the error that issue 4 aims at, and the allocator's rounding."""
-TRAINER_CONTEXT_BYTES, TOKEN_EXCHANGE_BYTES = int(1.3 * GIB), int(0.9 * GIB)
-"""CUDA context and libraries on an H200: 1.21 GiB beyond what PyTorch had reserved, and 0.1 that no process owned; what
-NCCL adds where two of them share tokens: 6.56 GiB instead of 5.65 beside the trainer's tensors."""
+TRAINER_CONTEXT_BYTES, CONNECTION_BYTES = int(1.3 * GIB), int(0.9 * GIB)
+"""CUDA context and libraries on an H200: 1.21 GiB beyond what PyTorch had reserved, and 0.1 that no process owned; and
+NCCL's where two share tokens or an engine: beside trainers' tensors 6.56 GiB instead of 5.65, 3.21 instead of 2.2."""
 ENGINE_CONTEXT_BYTES, GRAPHS_LAYER_BYTES = int(0.9 * GIB), int(0.8 * GIB) // 28
 """What vLLM 0.26 kept asleep on an H200, weights shared: 0.87 GiB eager, 1.67 with 102 CUDA graphs of 28 layers."""
 ENGINE_BATCH_TOKENS = 8192
@@ -267,8 +267,7 @@ class _Planner:
             if shape:
                 rows[name] = self._tenant(name, b * shape.num_params, back=b * shape.num_params)
         for name in ("actor", "critic"):
-            part = self.engine(name)
-            if part:
+            if part := self.engine(name):
                 parts = [
                     self._tenant(f"{name}_states", part.states, out=part.moved, back=part.moved),
                     Row(name=f"{name} optimizer on the host", num_bytes=0, host_bytes=part.host),
@@ -335,9 +334,10 @@ class _Planner:
     def contexts(self) -> list[Row]:
         """Return what is there in every phase, and what the engine computes with."""
         config, plan = self._config, plan_halves(self._actor_tensors, self._config.sync.bucket_bytes)
+        num_connections = (config.update.sequence_parallel_size > 1) + (config.rollout.tensor_parallel_size > 1)
         rows = [
             Row(name="trainer context", num_bytes=TRAINER_CONTEXT_BYTES),
-            Row(name="token exchange", num_bytes=TOKEN_EXCHANGE_BYTES * (config.update.sequence_parallel_size > 1)),
+            Row(name="connections", num_bytes=CONNECTION_BYTES * num_connections),
             Row(name="staging bucket", num_bytes=0 if self._shares_weights else bucket_bytes(plan)),
             Row(name="checksums", num_bytes=2 * CHECKSUM_BYTES, phases=frozenset({SYNC})),
         ]

@@ -25,10 +25,10 @@ from hybrid_rl.config import (
 from hybrid_rl.distributed import join_world
 from hybrid_rl.memory import Phase
 from hybrid_rl.planner import (
+    CONNECTION_BYTES,
     ENGINE_CONTEXT_BYTES,
     GIB,
     GRAPHS_LAYER_BYTES,
-    TOKEN_EXCHANGE_BYTES,
     TRAINER_CONTEXT_BYTES,
     Machine,
     make_plan,
@@ -130,6 +130,8 @@ def test_an_engine_over_two_gpus_halves_its_weights_and_its_cache(folders):
     assert (two.wave, two.max_sequences) == (128, 128)
     assert two.kv_bytes == (128 * 1024 + 16) * 57_344 // 2
     assert row(two, "actor_states") == row(one, "actor_states")
+    assert row(two, "connections").num_bytes == CONNECTION_BYTES
+    assert "connections" not in {r.name for r in one.rows}
 
 
 def test_the_engine_shares_the_trainers_weights(folders):
@@ -211,10 +213,10 @@ def test_a_suggestion_fits(folders, name, sections, gib, first):
         assert part in str(error.value)
 
 
-def test_ranks_that_share_tokens_hold_what_exchanges_them(folders):
+def test_ranks_that_share_tokens_hold_the_connections_that_take(folders):
     configs = [make_config(folders, "1b", update={"sequence_parallel_size": size}) for size in (1, 2)]
     apart, shared = (plan(replace(config, memory=MemoryConfig(swap="off")), machine(200, 2)) for config in configs)
-    assert shared.peak(SYNC) - apart.peak(SYNC) == shared.peak(ROLLOUT) - apart.peak(ROLLOUT) == TOKEN_EXCHANGE_BYTES
+    assert shared.peak(SYNC) - apart.peak(SYNC) == shared.peak(ROLLOUT) - apart.peak(ROLLOUT) == CONNECTION_BYTES
     assert shared.peak(UPDATE_ACTOR) < apart.peak(UPDATE_ACTOR)
 
 
