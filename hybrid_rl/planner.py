@@ -24,8 +24,8 @@ GIB = 1 << 30
 MARGIN = 0.05
 """Share of the card that a plan leaves free: the error that issue 4 aims at, and the allocator's rounding."""
 TRAINER_CONTEXT_BYTES, CONNECTION_BYTES = int(1.3 * GIB), int(0.9 * GIB)
-"""CUDA context and libraries on an H200: 1.21 GiB beyond what PyTorch had reserved, and 0.1 that no process owned; and
-NCCL's where two share tokens or an engine: beside trainers' tensors 6.56 GiB instead of 5.65, 3.21 instead of 2.2."""
+"""CUDA context and libraries on an H200: 1.21 GiB beyond what PyTorch had reserved, 0.1 that no process owned; where
+two share tokens, or an engine: beside the trainer's memory 6.56 GiB, else 5.65; 3.21, planned 2.2. By guess NCCL's."""
 ENGINE_CONTEXT_BYTES, GRAPHS_LAYER_BYTES = int(0.9 * GIB), int(0.8 * GIB) // 28
 """What vLLM 0.26 kept asleep on an H200, weights shared: 0.87 GiB eager, 1.67 with 102 CUDA graphs of 28 layers."""
 ENGINE_BATCH_TOKENS = 8192

@@ -213,7 +213,7 @@ def test_a_suggestion_fits(folders, name, sections, gib, first):
         assert part in str(error.value)
 
 
-def test_ranks_that_share_tokens_hold_the_connections_that_take(folders):
+def test_ranks_that_share_tokens_hold_connections_in_every_phase(folders):
     configs = [make_config(folders, "1b", update={"sequence_parallel_size": size}) for size in (1, 2)]
     apart, shared = (plan(replace(config, memory=MemoryConfig(swap="off")), machine(200, 2)) for config in configs)
     assert shared.peak(SYNC) - apart.peak(SYNC) == shared.peak(ROLLOUT) - apart.peak(ROLLOUT) == CONNECTION_BYTES

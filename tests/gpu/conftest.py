@@ -21,7 +21,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_looks(folder: Path) -> list[dict[str, int]]:
-    """Return what was `used` of rank 0's GPU at each look of a run, and what the trainer's tensors took of it."""
+    """Return what was `used` of rank 0's GPU at each look of a run, and what PyTorch had of it for the trainer."""
     events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
     return [event["args"] for event in events if event["name"] == "device_memory"]
 
@@ -35,7 +35,7 @@ class Run:
     responses: dict[int, dict[str, Any]]
     """The first step's, by the number of their prompt."""
     trainer_peak: int
-    """The most bytes of tensors that the trainer of rank 0 had, whatever NCCL, engines and others had beside them."""
+    """The most bytes that PyTorch had for the trainer of rank 0, whatever NCCL, engines and others had beside them."""
 
     def assert_same_first_step(self, other: "Run") -> None:
         """Both sample the same tokens, but where rounding decides: vLLM's batches depend on when requests arrive.
@@ -45,7 +45,7 @@ class Run:
         """
         for name in ("rollout/logprob_gap", "actor/loss", "actor/grad_norm", "critic/loss", "time/step"):
             print(name, [row[name] for row in self.rows], [row[name] for row in other.rows])
-        print("peak of the trainer's tensors", self.trainer_peak, other.trainer_peak)
+        print("peak of the trainer", self.trainer_peak, other.trainer_peak)
         pairs = [(row, other.responses[number]) for number, row in self.responses.items()]
         same = [(ours, theirs) for ours, theirs in pairs if ours["response"] == theirs["response"]]
         print(f"{len(same)} of {len(pairs)} responses are the same")
