@@ -11,46 +11,46 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from hybrid_rl import checkpoint
-from hybrid_rl.advantage import KlController
-from hybrid_rl.advice import plan_run
-from hybrid_rl.average import HostAverage, MovingReference
+from hybrid_rl.algorithms.advantage import KlController
 from hybrid_rl.batch import Rollout, make_train_batch
-from hybrid_rl.bucket import SharedWeights
+from hybrid_rl.checkpoints import saver as checkpoint
+from hybrid_rl.checkpoints.phase_log import PhaseLog
+from hybrid_rl.checkpoints.resume import find_checkpoint, make_saver, open_phase_log
 from hybrid_rl.config import Config, check
-from hybrid_rl.data import Data, load_data
-from hybrid_rl.device_memory import grow_segments
+from hybrid_rl.data.loading import Data, load_data
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import EngineTenant, RolloutEngine
-from hybrid_rl.engines.deepspeed import TrainEngine
-from hybrid_rl.engines.flat import FlatWeights
+from hybrid_rl.engines.deepspeed.engine import TrainEngine
+from hybrid_rl.engines.deepspeed.ulysses import share_tokens
 from hybrid_rl.engines.group import GroupEngine, check_groups
 from hybrid_rl.engines.start import start_engine
-from hybrid_rl.engines.ulysses import share_tokens
-from hybrid_rl.footprint import forward_tokens
-from hybrid_rl.judge import RewardSources
-from hybrid_rl.layout import why_copy
-from hybrid_rl.memory import FrozenModule, MemoryManager, Phase, PooledModule, Resident
-from hybrid_rl.metrics import Timeline
-from hybrid_rl.models import (
+from hybrid_rl.engines.tenants import Tenants
+from hybrid_rl.memory.device import grow_segments
+from hybrid_rl.memory.phases import FrozenModule, MemoryManager, Phase, PooledModule, Resident
+from hybrid_rl.models.loading import (
     PackedModel,
     choose_dtype,
     empty_model,
     load_actor,
     load_value_model,
 )
-from hybrid_rl.phase_log import PhaseLog
-from hybrid_rl.planner import Row
-from hybrid_rl.ptx import PtxLoss
-from hybrid_rl.record import Recorder
-from hybrid_rl.resume import find_checkpoint, make_saver, open_phase_log
+from hybrid_rl.models.sequence_parallel import apply_together
+from hybrid_rl.monitoring.metrics import Timeline
+from hybrid_rl.monitoring.recorder import Recorder
+from hybrid_rl.planning.advice import plan_run
+from hybrid_rl.planning.footprint import forward_tokens
+from hybrid_rl.planning.plan import Row
 from hybrid_rl.rewards import RemoteScorer, RunningNormalizer
 from hybrid_rl.rewards.reencode import reencode
-from hybrid_rl.score import Forward, Packing, sequence_values
-from hybrid_rl.sequence_parallel import apply_together
-from hybrid_rl.sync import AliasSync, CopySync, WeightSync
-from hybrid_rl.tenants import Tenants
-from hybrid_rl.update import num_optimizer_steps
+from hybrid_rl.rewards.scoring import RewardSources
+from hybrid_rl.steps.ema import HostAverage, MovingReference
+from hybrid_rl.steps.logprobs import Forward, Packing, sequence_values
+from hybrid_rl.steps.ptx import PtxLoss
+from hybrid_rl.steps.update import num_optimizer_steps
+from hybrid_rl.weights.bucket import SharedWeights
+from hybrid_rl.weights.flat import FlatWeights
+from hybrid_rl.weights.layout import why_copy
+from hybrid_rl.weights.sync import AliasSync, CopySync, WeightSync
 
 logger = logging.getLogger(__name__)
 

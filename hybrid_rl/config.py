@@ -202,7 +202,7 @@ class AdvantageConfig:
     kl_in: Literal["reward", "loss"] = "reward"
     """Subtract the KL from every token's reward, or add it to the actor's loss."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """See hybrid_rl.loss.kl_estimate."""
+    """See hybrid_rl.algorithms.loss.kl_estimate."""
     kl_unbiased: bool = False
     """Weight the KL in the loss by the ratio to the sampling policy: its gradient is the KL's own."""
     kl_target: float | None = None
@@ -255,7 +255,7 @@ class UpdateConfig:
     tensor_parallel_size: int = 1
     """Ranks that hold the matrices of the trained models between them; consecutive ranks of one node."""
     policy_loss: Literal["clip", "gspo", "cispo", "pg"] = "clip"
-    """PPO's clip, GSPO's sequence ratio, CISPO's clipped weight, or the plain policy gradient; see hybrid_rl.loss."""
+    """PPO's clip, GSPO's sequence ratio, CISPO's clipped weight, or the plain policy gradient; see algorithms/loss.py."""
     clip_low: float = 0.2
     """Ratio is clipped at 1 - clip_low; with cispo 1 is no lower bound, as in its paper."""
     clip_high: float = 0.2

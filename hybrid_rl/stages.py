@@ -6,16 +6,17 @@ from typing import TypeVar
 
 import torch
 
-from hybrid_rl import checkpoint, rollout, update
-from hybrid_rl import judge as judging
-from hybrid_rl import score as scoring
-from hybrid_rl.average import MovingReference
 from hybrid_rl.batch import Prompt, Rollout, TrainBatch, make_train_batch
 from hybrid_rl.build import Run
-from hybrid_rl.footprint import forward_tokens
-from hybrid_rl.judge import Scored
-from hybrid_rl.models import choose_dtype
+from hybrid_rl.checkpoints import saver as checkpoint
+from hybrid_rl.models.loading import choose_dtype
+from hybrid_rl.planning.footprint import forward_tokens
 from hybrid_rl.rewards import ScorerPool
+from hybrid_rl.rewards import scoring as judging
+from hybrid_rl.rewards.scoring import Scored
+from hybrid_rl.steps import logprobs as scoring
+from hybrid_rl.steps import rollout, update
+from hybrid_rl.steps.ema import MovingReference
 
 Metrics = dict[str, float]
 T = TypeVar("T")

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 from hybrid_rl.build import Run, build
 from hybrid_rl.config import Config
-from hybrid_rl.judge import Filter, Scored, spread_by_tokens
-from hybrid_rl.memory import Phase
+from hybrid_rl.memory.phases import Phase
+from hybrid_rl.rewards.scoring import Filter, Scored, spread_by_tokens
 from hybrid_rl.stages import (
     Metrics,
     evaluate,

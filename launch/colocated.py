@@ -102,7 +102,7 @@ def plan(arguments: list[str]) -> bool:
     parser.add_argument("--nodes", type=PositiveInt, default=1, help="Nodes.")
     config, settings = read_settings(parser, arguments)
     from hybrid_rl.demo import resolve_demo
-    from hybrid_rl.planner import Machine
+    from hybrid_rl.planning.plan import Machine
     from launch.plan import parse_bytes, show_plan
 
     memory = parse_bytes(settings.gpu_memory, field="--gpu-memory")

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 from rich.table import Table
 
-from hybrid_rl.advice import Change, advice, larger_batches, suggest
 from hybrid_rl.config import Config, check
 from hybrid_rl.engines.group import group_sizes
-from hybrid_rl.memory import Phase
-from hybrid_rl.planner import GIB, MARGIN, Machine, Plan, Shapes, make_plan, read_shapes
-from hybrid_rl.simulator import Rates, StepTime, bus_seconds, simulate
+from hybrid_rl.memory.phases import Phase
+from hybrid_rl.planning.advice import Change, advice, larger_batches, suggest
+from hybrid_rl.planning.plan import GIB, MARGIN, Machine, Plan, Shapes, make_plan, read_shapes
+from hybrid_rl.planning.simulator import Rates, StepTime, bus_seconds, simulate
 from hybrid_rl.trainer import RESIDENCY
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -18,7 +18,7 @@ from bench_memory import milliseconds
 from colocated_run import environment_line, table, write_csv
 
 from hybrid_rl.distributed import World, join_world, leave_world
-from hybrid_rl.record import environment
+from hybrid_rl.monitoring.recorder import environment
 
 HERE = Path(__file__).resolve().parent
 

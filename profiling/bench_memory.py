@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from hybrid_rl.config import Config, MemoryConfig, OptimizerConfig
 from hybrid_rl.distributed import join_world
-from hybrid_rl.engines.deepspeed import StatesTenant, TrainEngine
-from hybrid_rl.memory import PooledTenant, Tenant
-from hybrid_rl.record import environment
-from hybrid_rl.tenants import Tenants
+from hybrid_rl.engines.deepspeed.engine import StatesTenant, TrainEngine
+from hybrid_rl.engines.tenants import Tenants
+from hybrid_rl.memory.phases import PooledTenant, Tenant
+from hybrid_rl.monitoring.recorder import environment
 from hybrid_rl_kernels.vmm_pool import Region, VmmPool, pool_of, released_bytes
 
 GIB, MIB = 1 << 30, 1 << 20

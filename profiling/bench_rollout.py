@@ -26,8 +26,8 @@ from colocated_run import HERE, ROOT, environment_line, make_model, table, write
 from hybrid_rl.config import RolloutConfig
 from hybrid_rl.distributed import join_world
 from hybrid_rl.engines import Generation, Sampling
-from hybrid_rl.engines.vllm import VllmEngine
-from hybrid_rl.record import environment
+from hybrid_rl.engines.vllm.engine import VllmEngine
+from hybrid_rl.monitoring.recorder import environment
 
 
 class TokenByToken(VllmEngine):

@@ -26,11 +26,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hybrid_rl.config import RolloutConfig, SyncConfig
 from hybrid_rl.distributed import World, join_world
-from hybrid_rl.engines.flat import FlatWeights
-from hybrid_rl.engines.vllm import VllmEngine
-from hybrid_rl.metrics import Timeline
-from hybrid_rl.record import environment
-from hybrid_rl.sync import AliasSync, CopySync
+from hybrid_rl.engines.vllm.engine import VllmEngine
+from hybrid_rl.monitoring.metrics import Timeline
+from hybrid_rl.monitoring.recorder import environment
+from hybrid_rl.weights.flat import FlatWeights
+from hybrid_rl.weights.sync import AliasSync, CopySync
 
 HERE = Path(__file__).parent
 PACKED = "vLLM's packed IPC"

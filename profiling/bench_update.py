@@ -23,12 +23,12 @@ from torch.profiler import ProfilerActivity, profile
 from hybrid_rl.batch import Prompt, Rollout, TrainBatch, make_train_batch
 from hybrid_rl.config import ModelsConfig, OptimizerConfig, UpdateConfig
 from hybrid_rl.distributed import World, join_world
-from hybrid_rl.engines.deepspeed import TrainEngine
-from hybrid_rl.models import load_actor
-from hybrid_rl.record import environment
-from hybrid_rl.score import Packing, token_logprobs
-from hybrid_rl.shapes import read_shape
-from hybrid_rl.update import update_actor
+from hybrid_rl.engines.deepspeed.engine import TrainEngine
+from hybrid_rl.models.loading import load_actor
+from hybrid_rl.monitoring.recorder import environment
+from hybrid_rl.planning.shapes import read_shape
+from hybrid_rl.steps.logprobs import Packing, token_logprobs
+from hybrid_rl.steps.update import update_actor
 
 GIB = 1 << 30
 

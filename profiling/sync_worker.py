@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from hybrid_rl.engines.vllm_worker import WeightReceiver
+from hybrid_rl.engines.vllm.worker import WeightReceiver
 
 
 class BenchReceiver(WeightReceiver):

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from hybrid_rl.batch import Packed, Prompt, Rollout, make_train_batch, pack
-from hybrid_rl.models import packed_inputs
+from hybrid_rl.models.loading import packed_inputs
 
 ROOT = Path(__file__).parents[1]
 PATHS = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}

@@ -14,13 +14,13 @@ import sys
 import datasets
 
 import hybrid_rl.demo
-import hybrid_rl.engines.deepspeed
-import hybrid_rl.engines.hf
+import hybrid_rl.engines.deepspeed.engine
+import hybrid_rl.engines.huggingface
 import hybrid_rl.trainer
 import launch.colocated
 
 IMPORTED = (
-    *(datasets, hybrid_rl.demo, hybrid_rl.engines.deepspeed, hybrid_rl.engines.hf, hybrid_rl.trainer),
+    *(datasets, hybrid_rl.demo, hybrid_rl.engines.deepspeed.engine, hybrid_rl.engines.huggingface, hybrid_rl.trainer),
     launch.colocated,
 )
 """What the programs need, for them to find."""

@@ -53,12 +53,16 @@ LAYERS = [
 HEAVY = {
     "vllm": {f"hybrid_rl/engines/{name}.py" for name in ("vllm", "vllm_worker", "vllm_scheduler")},
     "deepspeed": {f"hybrid_rl/engines/{name}.py" for name in ("deepspeed", "flat", "shards", "states", "ulysses")},
-    "peft": {"hybrid_rl/lora.py"},
+    "peft": {"hybrid_rl/models/lora.py"},
     "ray": {"launch/ray_cluster.py"},
     "wandb": set(),
-    "pynvml": {"hybrid_rl/device_memory.py"},
+    "pynvml": {"hybrid_rl/memory/device.py"},
 }
-CALLERS = {"phase": "hybrid_rl/trainer.py", "release": "hybrid_rl/memory.py", "restore": "hybrid_rl/memory.py"}
+CALLERS = {
+    "phase": "hybrid_rl/trainer.py",
+    "release": "hybrid_rl/memory/phases.py",
+    "restore": "hybrid_rl/memory/phases.py",
+}
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_KERNEL_LINES = 400, 60, 90
 
 
@@ -145,23 +149,27 @@ def test_module_keeps_the_house_rules(path):
     "path, source, message",
     [
         ("kernels/hybrid_rl_kernels/gae.py", "import hybrid_rl.config", "nothing of ours"),
-        ("hybrid_rl/config.py", "from hybrid_rl import loss", "layer 0 imports hybrid_rl.loss of layer 1"),
-        ("hybrid_rl/loss.py", "def f():\n    from .engines.hf import HfEngine", "layer 1 imports hybrid_rl.engines.hf"),
-        ("hybrid_rl/rewards/rules.py", "from ..prompts import Prompt", "layer 2 imports hybrid_rl.prompts"),
-        ("hybrid_rl/rollout.py", "from hybrid_rl.score import score", "steps never import each other"),
-        ("hybrid_rl/update.py", "import hybrid_rl.trainer as t", "layer 3 imports hybrid_rl.trainer of layer 4"),
+        ("hybrid_rl/config.py", "from hybrid_rl import loss", "layer 0 imports hybrid_rl.algorithms.loss of layer 1"),
+        (
+            "hybrid_rl/algorithms/loss.py",
+            "def f():\n    from .engines.hf import HfEngine",
+            "layer 1 imports hybrid_rl.engines.huggingface",
+        ),
+        ("hybrid_rl/rewards/rules.py", "from ..prompts import Prompt", "layer 2 imports hybrid_rl.data.prompts"),
+        ("hybrid_rl/steps/rollout.py", "from hybrid_rl.steps.logprobs import score", "steps never import each other"),
+        ("hybrid_rl/steps/update.py", "import hybrid_rl.trainer as t", "layer 3 imports hybrid_rl.trainer of layer 4"),
         ("hybrid_rl/__init__.py", "from hybrid_rl.config import Config", "stays empty"),
-        ("hybrid_rl/engines/hf.py", "import vllm.config", "imports vllm"),
-        ("hybrid_rl/engines/vllm.py", "from deepspeed import zero", "imports deepspeed"),
+        ("hybrid_rl/engines/huggingface.py", "import vllm.config", "imports vllm"),
+        ("hybrid_rl/engines/vllm/engine.py", "from deepspeed import zero", "imports deepspeed"),
         ("launch/colocated.py", "import ray", "imports ray, which stands in ['launch/ray_cluster.py']"),
-        ("hybrid_rl/update.py", "memory.phase(Phase.UPDATE)", "calls .phase()"),
+        ("hybrid_rl/steps/update.py", "memory.phase(Phase.UPDATE)", "calls .phase()"),
         ("hybrid_rl/trainer.py", "tenant.release()", "calls .release()"),
-        ("hybrid_rl/engines/vllm.py", "self.tenant.restore()", "calls .restore()"),
+        ("hybrid_rl/engines/vllm/engine.py", "self.tenant.restore()", "calls .restore()"),
         ("hybrid_rl/report.py", "", "stands in no layer"),
         ("hybrid_rl/engines/utils.py", "", "says nothing"),
         ("hybrid_rl/engines/base_engine.py", "", "says nothing"),
-        ("hybrid_rl/loss.py", "x = 1\n" * 401, "401 lines"),
-        ("hybrid_rl/loss.py", "def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
+        ("hybrid_rl/algorithms/loss.py", "x = 1\n" * 401, "401 lines"),
+        ("hybrid_rl/algorithms/loss.py", "def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
     ],
 )
 def test_a_broken_rule_is_found(path, source, message):
@@ -173,9 +181,9 @@ def test_a_broken_rule_is_found(path, source, message):
     "path, source",
     [
         ("hybrid_rl/trainer.py", "from hybrid_rl import __version__, rollout, score\nmemory.phase(Phase.SYNC)"),
-        ("hybrid_rl/engines/hf.py", "from hybrid_rl.engines import RolloutEngine\nfrom . import Sampling"),
-        ("hybrid_rl/memory.py", "tenant.release()\ntenant.restore()"),
-        ("hybrid_rl/engines/vllm.py", "import vllm"),
+        ("hybrid_rl/engines/huggingface.py", "from hybrid_rl.engines import RolloutEngine\nfrom . import Sampling"),
+        ("hybrid_rl/memory/phases.py", "tenant.release()\ntenant.restore()"),
+        ("hybrid_rl/engines/vllm/engine.py", "import vllm"),
         ("kernels/hybrid_rl_kernels/__init__.py", "from .gae import gae\nfrom hybrid_rl_kernels.logprobs import f"),
         ("launch/colocated.py", "from hybrid_rl.trainer import train"),
         ("kernels/hybrid_rl_kernels/gae.py", "@triton.jit\ndef f():\n" + "    x = 1\n" * 80),

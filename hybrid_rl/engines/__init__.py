@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hybrid_rl.bucket import Slot
-from hybrid_rl.memory import Phase
+from hybrid_rl.memory.phases import Phase
+from hybrid_rl.weights.bucket import Slot
 
 Region = tuple[tuple[int, ...], tuple[int, ...], int]
 """Part of a tensor: size, stride and storage offset, in elements of the contiguous tensor."""

@@ -8,10 +8,10 @@ from typing import TypeVar, cast
 
 import torch
 
-from hybrid_rl.bucket import Slot, joint_handle, place_of
 from hybrid_rl.config import Config, check
 from hybrid_rl.distributed import World
 from hybrid_rl.engines import Generation, Region, RolloutEngine, Sampling
+from hybrid_rl.weights.bucket import Slot, joint_handle, place_of
 
 T = TypeVar("T")
 Request = tuple[list[list[int]], Sequence[int] | None, int | None]

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from hybrid_rl.bucket import SharedWeights
 from hybrid_rl.config import Config
 from hybrid_rl.engines import RolloutEngine
+from hybrid_rl.weights.bucket import SharedWeights
 
 
 def start_engine(
@@ -26,10 +26,10 @@ def start_engine(
         gpus: names of those that the engine spans, see group.visible_name; none for this rank's own.
     """
     if config.rollout.engine == "hf":
-        from hybrid_rl.engines.hf import HfEngine
+        from hybrid_rl.engines.huggingface import HfEngine
 
         return HfEngine(config.models.actor, dtype=dtype, device=device, shared=shared)
-    from hybrid_rl.engines.vllm import VllmEngine  # takes seconds to import
+    from hybrid_rl.engines.vllm.engine import VllmEngine  # takes seconds to import
 
     return VllmEngine(
         config.models.actor,

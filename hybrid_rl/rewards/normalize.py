@@ -28,7 +28,7 @@ class RunningNormalizer:
         return math.sqrt(self._squares / self._count) if self._count else 0.0
 
     def update(self, count: float, total: float, squares: float) -> None:
-        """Add a batch, given as `hybrid_rl.advantage.masked_sums` summed over all ranks.
+        """Add a batch, given as `hybrid_rl.algorithms.advantage.masked_sums` summed over all ranks.
 
         Args:
             count, total, squares: number of rewards, their sum, and the sum of their squares.

@@ -32,7 +32,7 @@ from hybrid_rl.config import (
     as_dict,
 )
 from hybrid_rl.engines.start import start_engine
-from hybrid_rl.engines.vllm import VllmEngine
+from hybrid_rl.engines.vllm.engine import VllmEngine
 from hybrid_rl.validate import validate
 
 ROOT = Path(__file__).resolve().parents[2]

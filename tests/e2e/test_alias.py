@@ -14,12 +14,12 @@ from hybrid_rl.batch import Rollout, make_train_batch
 from hybrid_rl.build import Run, build
 from hybrid_rl.config import Config, OptimizerConfig, SyncConfig
 from hybrid_rl.engines import Generation, Sampling
-from hybrid_rl.engines.hf import HfEngine
-from hybrid_rl.engines.vllm import VllmEngine
-from hybrid_rl.memory import Phase
-from hybrid_rl.metrics import Timeline
-from hybrid_rl.score import LogprobGapError, Packing, token_logprobs
-from hybrid_rl.sync import AliasSync, CopySync, SyncError
+from hybrid_rl.engines.huggingface import HfEngine
+from hybrid_rl.engines.vllm.engine import VllmEngine
+from hybrid_rl.memory.phases import Phase
+from hybrid_rl.monitoring.metrics import Timeline
+from hybrid_rl.steps.logprobs import LogprobGapError, Packing, token_logprobs
+from hybrid_rl.weights.sync import AliasSync, CopySync, SyncError
 
 CPU = torch.device("cpu")
 VICTIM = "model.layers.1.mlp.up_proj.weight"

@@ -23,9 +23,9 @@ from hybrid_rl.batch import Rollout, TrainBatch, make_train_batch
 from hybrid_rl.build import Run, build
 from hybrid_rl.config import Config
 from hybrid_rl.engines import Generation, Sampling
-from hybrid_rl.memory import Phase, PhaseError
-from hybrid_rl.score import Packing, token_logprobs
-from hybrid_rl.sync import SyncError, SyncReport
+from hybrid_rl.memory.phases import Phase, PhaseError
+from hybrid_rl.steps.logprobs import Packing, token_logprobs
+from hybrid_rl.weights.sync import SyncError, SyncReport
 from launch.colocated import parse
 
 VICTIM = "model.layers.1.mlp.up_proj.weight"
@@ -226,7 +226,7 @@ def test_close_leaves_no_process_and_no_shared_memory(live: Live):
 
 def test_fresh_engine_on_the_export_generates_the_same(live: Live):
     live.close()
-    from hybrid_rl.engines.vllm import engine_environment
+    from hybrid_rl.engines.vllm.engine import engine_environment
 
     with engine_environment():
         import vllm

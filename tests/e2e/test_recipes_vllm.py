@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_rl.batch import Rollout, TrainBatch
 from hybrid_rl.config import Config, ConfigError
-from hybrid_rl.engines.vllm import VllmEngine
-from hybrid_rl.record import Recorder
+from hybrid_rl.engines.vllm.engine import VllmEngine
+from hybrid_rl.monitoring.recorder import Recorder
 from hybrid_rl.validate import validate
 from launch.colocated import parse
 

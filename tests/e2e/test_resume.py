@@ -12,15 +12,17 @@ from safetensors.torch import load_file
 
 from hybrid_rl import trainer
 from hybrid_rl.config import ConfigError, as_dict
-from hybrid_rl.engines.hf import HfEngine
-from hybrid_rl.engines.vllm import VllmEngine
+from hybrid_rl.engines.huggingface import HfEngine
+from hybrid_rl.engines.vllm.engine import VllmEngine
 from launch import colocated
 
 DIE = """
 import os, signal
-from hybrid_rl import checkpoint, rollout, trainer
-from hybrid_rl.engines.hf import HfEngine
-from hybrid_rl.snapshot import Snapshot
+from hybrid_rl import trainer
+from hybrid_rl.checkpoints import saver as checkpoint
+from hybrid_rl.steps import rollout
+from hybrid_rl.engines.huggingface import HfEngine
+from hybrid_rl.checkpoints.snapshot import Snapshot
 from launch.colocated import parse
 
 def die_in(owner, name, calls):

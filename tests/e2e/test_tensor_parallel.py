@@ -21,9 +21,9 @@ from hybrid_rl import build, trainer
 from hybrid_rl.build import Run
 from hybrid_rl.config import Config, as_dict
 from hybrid_rl.engines import Sampling
-from hybrid_rl.engines.vllm import VllmEngine
-from hybrid_rl.memory import Phase
-from hybrid_rl.sync import CopySync, SyncError
+from hybrid_rl.engines.vllm.engine import VllmEngine
+from hybrid_rl.memory.phases import Phase
+from hybrid_rl.weights.sync import CopySync, SyncError
 
 SETTINGS = "TENSOR_PARALLEL_SETTINGS"
 VICTIM = "model.layers.1.mlp.up_proj.weight"

@@ -13,12 +13,12 @@ from hybrid_rl.batch import Prompt, Rollout, make_train_batch, pack
 from hybrid_rl.config import ModelsConfig, OptimizerConfig, RolloutConfig, SyncConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import Generation, Sampling
-from hybrid_rl.engines.deepspeed import TrainEngine
-from hybrid_rl.engines.flat import FlatWeights
-from hybrid_rl.engines.vllm import VllmEngine
-from hybrid_rl.metrics import Timeline
-from hybrid_rl.models import load_actor, packed_inputs
-from hybrid_rl.sync import AliasSync, CopySync, SyncReport
+from hybrid_rl.engines.deepspeed.engine import TrainEngine
+from hybrid_rl.engines.vllm.engine import VllmEngine
+from hybrid_rl.models.loading import load_actor, packed_inputs
+from hybrid_rl.monitoring.metrics import Timeline
+from hybrid_rl.weights.flat import FlatWeights
+from hybrid_rl.weights.sync import AliasSync, CopySync, SyncReport
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hybrid_rl.config import ModelsConfig
-from hybrid_rl.fused_layers import FAMILIES
-from hybrid_rl.models import Actor, load_actor, load_value_model
-from hybrid_rl.shapes import read_shape
+from hybrid_rl.models.fused_layers import FAMILIES
+from hybrid_rl.models.loading import Actor, load_actor, load_value_model
+from hybrid_rl.planning.shapes import read_shape
 
 HAS_LIGER = importlib.util.find_spec("liger_kernel") is not None
 pytestmark = [

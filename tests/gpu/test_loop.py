@@ -20,7 +20,7 @@ from hybrid_rl.config import (
     UpdateConfig,
 )
 from hybrid_rl.engines import Sampling
-from hybrid_rl.memory import Phase
+from hybrid_rl.memory.phases import Phase
 from hybrid_rl.validate import validate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -79,7 +79,7 @@ def finished(
 
 
 def test_the_engine_equals_a_fresh_one_loaded_from_the_export(finished: dict, small: Path) -> None:
-    from hybrid_rl.engines.vllm import engine_environment
+    from hybrid_rl.engines.vllm.engine import engine_environment
 
     with engine_environment():
         import vllm

@@ -9,8 +9,8 @@ import torch
 from hybrid_rl.batch import Prompt, Rollout, make_train_batch, pack
 from hybrid_rl.config import LoraConfig, ModelsConfig, OptimizerConfig
 from hybrid_rl.distributed import join_world
-from hybrid_rl.engines.deepspeed import TrainEngine
-from hybrid_rl.models import load_actor, packed_inputs
+from hybrid_rl.engines.deepspeed.engine import TrainEngine
+from hybrid_rl.models.loading import load_actor, packed_inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybrid_rl.batch import Prompt, Rollout, make_train_batch, pack
 from hybrid_rl.config import Config, MemoryConfig, ModelsConfig, OptimizerConfig
-from hybrid_rl.memory import PooledModule, PooledTenant, rehome
+from hybrid_rl.memory.phases import PooledModule, PooledTenant, rehome
 from hybrid_rl_kernels.vmm_pool import Region, VmmOutOfMemoryError, VmmPool, pool_of, released_bytes, why_unavailable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -207,11 +207,11 @@ def response(ids: list[int]) -> Rollout:
 
 def train(small: Path, device: torch.device, stage: int, *, moves: bool) -> list[object]:
     """Three steps, with states and weights away in between; gradient norms and checksums of all that learned."""
-    from hybrid_rl.bucket import checksum
     from hybrid_rl.distributed import join_world
-    from hybrid_rl.engines.deepspeed import TrainEngine
-    from hybrid_rl.models import load_actor, packed_inputs
-    from hybrid_rl.tenants import Tenants
+    from hybrid_rl.engines.deepspeed.engine import TrainEngine
+    from hybrid_rl.engines.tenants import Tenants
+    from hybrid_rl.models.loading import load_actor, packed_inputs
+    from hybrid_rl.weights.bucket import checksum
 
     world = join_world()
     torch.manual_seed(0)

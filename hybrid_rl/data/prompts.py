@@ -1,0 +1,287 @@
+"""Where prompts come from: rows of a file or a task, their token ids, and the order in which steps see them."""
+
+import difflib
+import hashlib
+import logging
+import random
+from numbers import Number
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rl.batch import Prompt
+from hybrid_rl.config import ConfigError, PromptsConfig, check
+from hybrid_rl.data.files import Message, Row, column_of, is_chat, read_rows
+from hybrid_rl.data.template import Template, load_template
+from hybrid_rl.rewards.rules import import_reasoning_gym
+
+logger = logging.getLogger(__name__)
+
+TASK_PREFIX = "reasoning_gym:"
+
+
+def load_rows(path: str, config: PromptsConfig, *, seed: int, num_rows: int | None = None) -> list[Row]:
+    """Return the rows of a data set, each checked to hold a prompt and, where `answer_column` is set, an answer.
+
+    Args:
+        path: one of the forms of `prompts.path`.
+        seed: makes the rows of `reasoning_gym:<task>`; other forms ignore it.
+        num_rows: how many to take from the start (or to generate, default `num_generated`); None takes all.
+    Raises:
+        ConfigError: names the field, the file, the row and the columns that are there.
+    """
+    source = f"prompts.{'eval_path' if path == config.eval_path != config.path else 'path'} = {path}"
+    is_task = path.startswith(TASK_PREFIX)
+    if is_task:
+        rows = _generate_rows(path.removeprefix(TASK_PREFIX), config, source, seed, num_rows or config.num_generated)
+    else:
+        rows = read_rows(Path(path), source=source, text_column=config.prompt_column)[:num_rows]
+    check(bool(rows), f"{source}: holds no rows")
+
+    for number, row in enumerate(rows):
+        where = f"{source}: row {number}"
+        _prompt_of(row, config, where)
+        # Some tasks have no single answer and are scored through their entry.
+        check(
+            is_task or config.answer_column is None or _answer_of(row, config, where) is not None,
+            f"{where}: '{config.answer_column}' (prompts.answer_column) is empty",
+        )
+    return rows
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    row: Row,
+    config: PromptsConfig,
+    *,
+    prompt_id: int = 0,
+    template: Template | None = None,
+) -> Prompt:
+    """Return a row as the prompt that the engine receives and the trainer trains on.
+
+    Text is tokenised the tokenizer's own way, chat messages through its chat template or that of `template_path`, up to
+    the start of the response. A BOS that both the template and the tokenizer would add stands there once.
+
+    Args:
+        row: `prompt_column` is text or chat messages; `answer_column` may be missing; all others become metadata.
+        prompt_id: row number in the data set.
+        template: what `template_path` holds; None reads it.
+    Raises:
+        ConfigError: names the row, when it gives no token or its chat cannot be rendered.
+    """
+    where = f"row {prompt_id}"
+    value = _prompt_of(row, config, where)
+    if template is None:
+        template = load_template(config.template_path, tokenizer)
+    if isinstance(value, str) and not config.chat:
+        _check_plain(config, template, where)
+        text, token_ids = value, list(tokenizer(value)["input_ids"])
+    else:
+        messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+        text = _render_chat(tokenizer, messages, config, template, where)
+        token_ids = _added_bos(tokenizer) + tokenizer(text, add_special_tokens=False)["input_ids"]
+    while tokenizer.bos_token_id is not None and token_ids[:2] == [tokenizer.bos_token_id] * 2:
+        token_ids = token_ids[1:]
+    check(bool(token_ids), f"{where}: its prompt {text!r} gives no tokens")
+    metadata = {name: v for name, v in row.items() if name not in (config.prompt_column, config.answer_column)}
+    if template.response_format_tags:
+        metadata["response_format_tags"] = template.response_format_tags
+
+    return Prompt(
+        prompt_id=prompt_id,
+        text=text,
+        token_ids=token_ids,
+        answer=_answer_of(row, config, where) if config.answer_column in row else None,
+        metadata=metadata,
+    )
+
+
+def load_prompts(
+    path: str, tokenizer: PreTrainedTokenizerBase, config: PromptsConfig, *, seed: int, num_rows: int | None = None
+) -> list[Prompt]:
+    """Return the prompts of a data set in its order; too long ones are an error, or dropped and logged.
+
+    Arguments are those of `load_rows`. A dropped row keeps its number: `prompt_id` always counts rows of the data set.
+
+    Raises:
+        ConfigError: as `load_rows` and `encode_prompt`; a prompt is too long and `overlong` is error; none is left.
+    """
+    rows = load_rows(path, config, seed=seed, num_rows=num_rows)
+    template = load_template(config.template_path, tokenizer)
+    prompts = [
+        encode_prompt(tokenizer, row, config, prompt_id=number, template=template) for number, row in enumerate(rows)
+    ]
+    kept = [p for p in prompts if len(p.token_ids) <= config.max_prompt_tokens]
+    if len(kept) == len(prompts):
+        return kept
+
+    first = next(p for p in prompts if len(p.token_ids) > config.max_prompt_tokens)
+    finding = (
+        f"{path}: {len(prompts) - len(kept)} of {len(prompts)} prompts are longer than prompts.max_prompt_tokens = "
+        f"{config.max_prompt_tokens}, first row {first.prompt_id} with {len(first.token_ids)} tokens"
+    )
+    check(config.overlong == "drop", f"{finding}: raise the limit or set prompts.overlong = drop")
+    check(bool(kept), f"{finding}: prompts.overlong = drop leaves none")
+    logger.warning("%s: dropped", finding)
+    return kept
+
+
+class PromptLoader:
+    """Endless steps of prompts, resumable at any of them.
+
+    The order is a function of seed and epoch alone, and every rank walks the same one: of each batch, rank r of n takes
+    every n-th prompt from the r-th on. An epoch ends in a smaller batch when its prompts do not divide, and no batch
+    spans two epochs.
+    """
+
+    def __init__(
+        self,
+        prompts: list[Prompt],
+        *,
+        batch_size: int,
+        seed: int,
+        shuffle: bool,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        """Start before the first step of epoch 0; `batch_size` counts prompts per step over all ranks."""
+        check(bool(prompts), "the prompt loader got no prompts")
+        check(batch_size > 0, f"batch_size = {batch_size}: must be greater than 0")
+        self._prompts = prompts
+        self._batch_size = batch_size
+        self._order_settings = {"seed": seed, "shuffle": shuffle}
+        self._rank, self._world_size = rank, world_size
+        self._fingerprint = _fingerprint(prompts)
+        self._start_epoch(0)
+
+    def next_batch(self) -> list[Prompt]:
+        """Return this rank's share of the next step; empty when the batch has fewer prompts than there are ranks."""
+        if self._position == len(self._order):
+            self._start_epoch(self._epoch + 1)
+        batch = self._order[self._position : self._position + self._batch_size]
+        self._position += len(batch)
+        return [self._prompts[index] for index in batch[self._rank :: self._world_size]]
+
+    def batch_sizes(self, num_steps: int) -> list[int]:
+        """Return the number of prompts, over all ranks, of each of the first num_steps steps of epoch 0 and after."""
+        full, rest = divmod(len(self._prompts), self._batch_size)
+        epoch = [self._batch_size] * full + [rest] * (rest > 0)
+        return [epoch[step % len(epoch)] for step in range(num_steps)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the next step starts, the same on every rank and for any number of them."""
+        place = {"epoch": self._epoch, "position": self._position, "fingerprint": self._fingerprint}
+        return place | self._order_settings
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where the state was taken; `batch_size` and the number of ranks may differ.
+
+        Raises:
+            ConfigError: the prompts or their order are not those of the state.
+        """
+        check(
+            state["fingerprint"] == self._fingerprint,
+            f"the data set is not the checkpoint's: the hash of its token ids and answers is {self._fingerprint}, was "
+            f"{state['fingerprint']}; bring the old data and tokenizer back, or start anew with run.resume = never",
+        )
+        for name, value in self._order_settings.items():
+            check(
+                state[name] == value,
+                f"{name} = {value}, but the checkpoint's prompt order has {name} = {state[name]}: keep it to resume",
+            )
+        self._start_epoch(state["epoch"])
+        self._position = state["position"]
+
+    def _start_epoch(self, epoch: int) -> None:
+        self._epoch, self._position = epoch, 0
+        self._order = list(range(len(self._prompts)))
+        if self._order_settings["shuffle"]:
+            random.Random(f"{self._order_settings['seed']} {epoch}").shuffle(self._order)
+
+
+def _fingerprint(prompts: list[Prompt]) -> str:
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(repr((prompt.token_ids, prompt.answer)).encode())
+    return digest.hexdigest()[:16]
+
+
+def _prompt_of(row: Row, config: PromptsConfig, where: str) -> str | list[Message]:
+    value = column_of(row, config.prompt_column, field="prompts.prompt_column", where=where)
+    check(
+        isinstance(value, str) or is_chat(value),
+        f"{where}: '{config.prompt_column}' (prompts.prompt_column) must be text, or a list of messages with text in "
+        f"`role` and `content`; got {str(value)[:80]!r}",
+    )
+    return value
+
+
+def _answer_of(row: Row, config: PromptsConfig, where: str) -> str | None:
+    value = column_of(row, config.answer_column, field="prompts.answer_column", where=where)
+    check(
+        value is None or isinstance(value, str | Number),
+        f"{where}: '{config.answer_column}' (prompts.answer_column) must be text or a number, got {str(value)[:80]!r}",
+    )
+    return None if value is None else str(value)
+
+
+def _check_plain(config: PromptsConfig, template: Template, where: str) -> None:
+    """Refuse settings that only a chat prompt can follow."""
+    for value, name in (
+        (config.system_message, "prompts.system_message"),
+        (template.system_message, f"system_message in prompts.template_path = {config.template_path}"),
+        (template.chat_template, f"chat_template in prompts.template_path = {config.template_path}"),
+    ):
+        check(value is None, f"{name} is set but {where} is text: give chat messages or prompts.chat = true")
+
+
+def _render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], config: PromptsConfig, template: Template, where: str
+) -> str:
+    chat_template = template.chat_template or tokenizer.chat_template
+    check(
+        bool(chat_template),
+        f"{where} is a chat prompt but the tokenizer {tokenizer.name_or_path!r} has no chat template: "
+        "give text prompts with prompts.chat = false, a tokenizer that has one, or prompts.template_path",
+    )
+    check(
+        None in (config.system_message, template.system_message),
+        f"prompts.system_message is set, and another one in prompts.template_path = {config.template_path}: drop one",
+    )
+    source = "system_message" if config.system_message is not None else "template_path"
+    system_message = config.system_message if config.system_message is not None else template.system_message
+    if system_message is not None:
+        check(
+            messages[0]["role"] != "system",
+            f"prompts.{source} is set but {where} starts with a system message of its own: drop one of them",
+        )
+        messages = [{"role": "system", "content": system_message}, *messages]
+    try:
+        return tokenizer.apply_chat_template(
+            messages, chat_template=chat_template, tokenize=False, add_generation_prompt=True
+        )
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"{where}: the chat template refuses its messages: {error}") from error
+
+
+def _added_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return what the tokenizer puts before a text: [BOS] or []."""
+    first = list(tokenizer("")["input_ids"][:1])
+    return first if first == [tokenizer.bos_token_id] else []
+
+
+def _generate_rows(task: str, config: PromptsConfig, source: str, seed: int, num_rows: int) -> list[Row]:
+    reasoning_gym = import_reasoning_gym()
+    known = reasoning_gym.factory.DATASETS
+    close = ", ".join(difflib.get_close_matches(task, known, n=5)) or ", ".join(sorted(known))
+    check(task in known, f"{source}: reasoning_gym has no task '{task}'; did you mean: {close}")
+    # A task seeds entry i with seed + i: training and evaluation on neighbouring seeds would share nearly all entries.
+    spread_seed = random.Random(seed).getrandbits(31)
+    try:
+        entries = reasoning_gym.create_dataset(task, size=num_rows, seed=spread_seed, **config.task_options)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"{source}: prompts.task_options = {config.task_options} do not suit it: {error}") from error
+    answer_column = config.answer_column or "answer"
+    return [{config.prompt_column: e["question"], answer_column: e["answer"], "entry": e} for e in entries]

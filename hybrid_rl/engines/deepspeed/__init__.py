@@ -1,0 +1,1 @@
+"""DeepSpeed as the training engine of actor and critic."""

@@ -1,0 +1,1 @@
+"""vLLM as the rollout engine, and the code that runs inside its processes."""

@@ -1,0 +1,1 @@
+"""Loading Hugging Face models and running them on packed sequences."""

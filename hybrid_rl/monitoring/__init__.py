@@ -1,0 +1,1 @@
+"""Timeline, metrics, progress display and the files a run writes."""

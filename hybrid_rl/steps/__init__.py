@@ -1,0 +1,1 @@
+"""The computations that the phases of the loop call."""

@@ -1,0 +1,217 @@
+"""Where each tensor of the trainer lies in an engine's parameters, learned by watching the engine load it once."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hybrid_rl.engines import Region
+from hybrid_rl.weights.bucket import Slot, checksums
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """A part of one trainer tensor, and the part of the engine's parameter that holds it."""
+
+    owner: nn.Module
+    leaf: str
+    """Name of the parameter in its module, which may come to hold another tensor."""
+    target: Region
+    source: Region
+
+    def view(self) -> Tensor:
+        """Return the part of the parameter as the engine computes with it now."""
+        held = getattr(self.owner, self.leaf).detach()
+        size, stride, offset = self.target
+        return held.as_strided(size, stride, held.storage_offset() + offset)
+
+
+class CopyRecorder(TorchDispatchMode):
+    """Notes every copy_ that reads from one storage, as (destination, source).
+
+    A vLLM model knows where a checkpoint tensor belongs (which rows of a fused projection, which shard) only as code in
+    its load_weights. Watching that code once gives the destinations as plain views; later hand-overs need no vLLM code.
+    """
+
+    def __init__(self, bucket: Tensor, *, copies: bool) -> None:
+        """Watch copies out of the bucket; copies: whether they are made, too."""
+        super().__init__()
+        self._bucket_address = bucket.untyped_storage().data_ptr()
+        self._copies = copies
+        self.seen: list[tuple[Tensor, Tensor]] = []
+        self.num_foreign = 0
+        """Copies whose source was computed from the slot, not read from it: these cannot be replayed."""
+        self._rearranged: dict[int, tuple[Tensor, Tensor]] = {}  # address -> (clone, what was cloned)
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.clone.default:
+            clone = func(*args, **(kwargs or {}))
+            if args[0].untyped_storage().data_ptr() == self._bucket_address and clone.is_contiguous():
+                self._rearranged[clone.untyped_storage().data_ptr()] = (clone, args[0])
+            return clone
+        if func is not torch.ops.aten.copy_.default:
+            return func(*args, **(kwargs or {}))
+        pair = self._origin(args[0], args[1])
+        if pair is None:
+            self.num_foreign += 1
+        else:
+            self.seen.append(pair)
+            if not self._copies:
+                return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _origin(self, destination: Tensor, source: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return a copy as one out of the bucket; None if it is none.
+
+        A rearranged tensor is a strided view of the bucket, cloned, and reshaped: BLOOM's query_key_value, whose heads
+        vLLM sorts. A copy of whole entries of the clone's first dimension is one of entries of the view.
+        """
+        if source.dtype != destination.dtype:
+            return None
+        address = source.untyped_storage().data_ptr()
+        if address == self._bucket_address:
+            return destination, source
+        if address not in self._rearranged or not (source.is_contiguous() and destination.is_contiguous()):
+            return None
+        clone, cloned = self._rearranged[address]
+        size = clone.stride(0)
+        first, is_between = divmod(int(source.storage_offset()) - int(clone.storage_offset()), size)
+        count, has_part = divmod(source.numel(), size)
+        if is_between or has_part:
+            return None
+        return destination.view(count, *cloned.shape[1:]), cloned[first : first + count]
+
+
+class Routes:
+    """The way from the slots of a bucket into the parameters of a model that has load_weights, as vLLM's have."""
+
+    def __init__(self, model: Any, bucket: Tensor) -> None:
+        self._model = model
+        self._bucket = bucket
+        self._routes: dict[str, list[Route]] = {}
+        self._slots: dict[str, Slot] = {}
+        self._homes: dict[int, tuple[nn.Module, str]] = {}
+        for module in model.modules():
+            for leaf, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                self._homes.setdefault(tensor.untyped_storage().data_ptr(), (module, leaf))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._routes
+
+    def record(self, slot: Slot, *, copies: bool) -> None:
+        """Let the model load one slot and keep where it went; copies: whether the values go there, too.
+
+        Raises:
+            RuntimeError: the model takes it nowhere, or computes something from it; by name.
+        """
+        try:
+            with CopyRecorder(self._bucket, copies=copies) as recorder:
+                self._model.load_weights([(slot.name, slot.view(self._bucket))])
+        except Exception as error:
+            raise RuntimeError(f"{slot.name}: the engine's model does not take it, {error}") from error
+        if recorder.num_foreign:
+            raise RuntimeError(
+                f"{slot.name}: this vLLM model transforms it while loading ({recorder.num_foreign} computed copies), "
+                "so it cannot be handed over in place; use rollout.engine = hf for this architecture"
+            )
+        if not recorder.seen:
+            raise RuntimeError(f"no engine parameter takes these trainer tensors: {slot.name}")
+        self._slots[slot.name] = slot
+        self._routes[slot.name] = [self._route(slot, *pair) for pair in recorder.seen]
+
+    def _route(self, slot: Slot, destination: Tensor, source: Tensor) -> Route:
+        home = self._homes.get(destination.untyped_storage().data_ptr())
+        if home is None:
+            raise RuntimeError(f"{slot.name}: this vLLM model loads it into memory of no parameter")
+        owner, leaf = home
+        first = getattr(owner, leaf).storage_offset()
+        start = slot.offset // slot.dtype.itemsize
+        return Route(
+            owner=owner,
+            leaf=leaf,
+            target=(tuple(destination.shape), tuple(destination.stride()), int(destination.storage_offset()) - first),
+            source=(tuple(source.shape), tuple(source.stride()), int(source.storage_offset()) - start),
+        )
+
+    def pairs(self, name: str) -> list[tuple[Tensor, Tensor]]:
+        """Return the recorded copies of a tensor as views: where to, where from."""
+        slot = self._slots[name]
+        flat = slot.view(self._bucket).flatten()
+        return [
+            (route.view(), flat.as_strided(*route.source[:2], flat.storage_offset() + route.source[2]))
+            for route in self._routes[name]
+        ]
+
+    def checksums(self, names: Sequence[str]) -> dict[str, list[tuple[Region, int]]]:
+        """Return, per tensor, the checksum of each region of it in what the model computes with now."""
+        routes = [(name, route) for name in names for route in self._routes[name]]
+        held: dict[str, list[tuple[Region, int]]] = {name: [] for name in names}
+        sums = checksums([route.view() for _, route in routes]).tolist()
+        for (name, route), total in zip(routes, sums, strict=True):
+            held[name].append((route.source, total))
+        return held
+
+    def check_complete(self) -> None:
+        """Check that every element of every parameter is filled, except rows that pad a vocabulary.
+
+        Raises:
+            RuntimeError: one is not; by name.
+        """
+        written: dict[int, int] = {}
+        for route in self._all():
+            key = id(getattr(route.owner, route.leaf))
+            written[key] = written.get(key, 0) + torch.Size(route.target[0]).numel()
+        modules = [m for m in self._model.modules() if hasattr(m, "num_embeddings_padded") and hasattr(m, "weight")]
+        padded = {id(module.weight) for module in modules}
+        for name, parameter in self._model.named_parameters():
+            count = written.get(id(parameter), 0)
+            if count == 0 or (count < parameter.numel() and id(parameter) not in padded):
+                raise RuntimeError(
+                    f"engine parameter {name}: {count} of {parameter.numel()} elements come from the trainer"
+                )
+
+    def bind(self) -> None:
+        """Make every parameter a view of the bucket: what the trainer writes there, the model then computes with.
+
+        Raises:
+            RuntimeError: the tensors of a parameter do not lie in the bucket as they do in the parameter; by name.
+        """
+        self.check_complete()
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        places: dict[int, int] = {}
+        for trainer_name, routes in self._routes.items():
+            slot = self._slots[trainer_name]
+            for route in routes:
+                key = id(getattr(route.owner, route.leaf))
+                place = slot.offset // slot.dtype.itemsize + route.source[2] - route.target[2]
+                same = _strides(route.source) == _strides(route.target)
+                if not same or places.setdefault(key, place) != place:
+                    raise RuntimeError(
+                        f"{trainer_name} does not lie in the trainer as in engine parameter {names[key]}; "
+                        "use sync.mode = copy"
+                    )
+        for name, parameter in self._model.named_parameters():
+            flat, place = self._bucket.view(parameter.dtype), places[id(parameter)]
+            if place + parameter.numel() > len(flat):
+                raise RuntimeError(f"engine parameter {name} would end behind the trainer's buffer")
+            parameter.data = flat.as_strided(parameter.shape, parameter.stride(), place)
+
+    def unbind(self) -> None:
+        """Let go of the bucket; the model computes with nothing after that."""
+        for parameter in self._model.parameters():
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        self._bucket = torch.empty(0, dtype=torch.uint8)
+        self._routes, self._slots, self._homes = {}, {}, {}
+
+    def _all(self) -> list[Route]:
+        return [route for routes in self._routes.values() for route in routes]
+
+
+def _strides(region: Region) -> list[tuple[int, int]]:
+    """Return size and stride of the dimensions that have any extent."""
+    return [(size, stride) for size, stride in zip(*region[:2], strict=True) if size != 1]

@@ -1,0 +1,378 @@
+import math
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hybrid_rl.algorithms.advantage import (
+    ESTIMATORS,
+    KlController,
+    discounted_returns,
+    gae_advantages,
+    group_advantages,
+    length_adaptive_lambda,
+    masked_sums,
+    moments,
+    overlong_penalty,
+    whiten,
+)
+from hybrid_rl_kernels import Advantages, merge_moments
+
+GARBAGE = [math.nan, math.inf, -math.inf, 3e38, -7.5]
+# pad id == EOS id == 2: `5 6 2 2 2`, cut `5 6 7 8 9`, `2 2 2 2 2` of length 1, and an empty response.
+LENGTHS_MASK = torch.arange(5) < torch.tensor([3, 5, 1, 0])[:, None]
+
+
+def random_batch(seed: int, B: int = 4, T: int = 7) -> tuple[Tensor, Tensor, Tensor]:
+    """Return two float [B, T] tensors and a mask of right-padded rows, some possibly empty."""
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(2, B, T, generator=generator)
+    return x, y, torch.arange(T) < torch.randint(0, T + 1, (B, 1), generator=generator)
+
+
+def both(estimates: Advantages) -> tuple[Tensor, Tensor]:
+    return estimates.advantages, estimates.returns
+
+
+def paid(rewards: Tensor, mask: Tensor, **kl: Tensor | float) -> list[list[float]]:
+    """Return the reward after each token: what is still to come where nothing later counts."""
+    return discounted_returns(rewards, mask, gamma=0, **kl).advantages.tolist()
+
+
+def test_score_stands_on_the_last_sampled_token():
+    assert paid(torch.tensor([1.0, 2, 3, 4]), LENGTHS_MASK) == [
+        [0, 0, 1, 0, 0],
+        [0, 0, 0, 0, 2],
+        [3, 0, 0, 0, 0],
+        [0, 0, 0, 0, 0],
+    ]
+    assert paid(torch.tensor([1.0]), torch.tensor([[1, 0, 1, 0]])) == [[0, 0, 1, 0]]  # behind a gap
+
+
+def test_kl_is_subtracted_on_every_token():
+    kl = torch.tensor([[1.0, 2, 3, 4, 5]] * 4)
+    # Row 0 with coefficient 0.5: -0.5*1, -0.5*2, 1 - 0.5*3; the empty row gets nothing.
+    assert paid(torch.ones(4), LENGTHS_MASK, kl=kl, kl_coef=0.5) == [
+        [-0.5, -1, -0.5, 0, 0],
+        [-0.5, -1, -1.5, -2, -1.5],
+        [0.5, 0, 0, 0, 0],
+        [0, 0, 0, 0, 0],
+    ]
+
+
+def test_scores_and_kl_are_rewards_of_tokens():
+    kl, values, mask = random_batch(7)
+    scores, options = torch.tensor([1.0, -2, 3, 4]), {"gamma": 0.9, "gae_lambda": 0.8}
+    shaped = gae_advantages(scores, values, mask, kl=kl, kl_coef=0.3, **options)
+    plain = gae_advantages(torch.tensor(paid(scores, mask, kl=kl, kl_coef=0.3)), values, mask, **options)
+    torch.testing.assert_close(shaped.advantages, plain.advantages)
+    torch.testing.assert_close(shaped.returns, plain.returns)
+    torch.testing.assert_close(shaped.moments, moments(shaped.advantages, mask))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 99), st.sampled_from(GARBAGE))
+def test_masked_slots_change_no_bit(seed, garbage):
+    x, values, mask = random_batch(seed)
+    clean = [torch.where(mask, x, 0), torch.where(mask, values, 0), torch.where(mask.any(1), x[:, 0], 0)]
+    dirty = [torch.where(mask, x, garbage), torch.where(mask, values, garbage)]
+    dirty.append(torch.where(mask.any(1), x[:, 0], garbage))
+    runs = [
+        (
+            discounted_returns(scores, mask, gamma=0.9, kl=kl, kl_coef=0.1).advantages,
+            *both(gae_advantages(kl, values, mask, gamma=0.9, gae_lambda=0.8, bootstrap_values=scores)),
+            discounted_returns(kl, mask, gamma=0.9).advantages,
+            whiten(kl, mask),
+        )
+        for kl, values, scores in (clean, dirty)
+    ]
+    for expected, ours in zip(*runs, strict=True):
+        assert torch.equal(ours, expected)
+        assert not ours[~mask].any()
+
+
+def test_gae_by_hand():
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    rewards, values = torch.tensor([[0.0, 0, 1]]), torch.tensor([[0.5, 1, 2]])
+    # gamma = lambda = 0.5. A_2 = 1 - 2; A_1 = (0.5*2 - 1) + 0.25*A_2; A_0 = (0.5*1 - 0.5) + 0.25*A_1; return = A + V
+    advantages, returns = both(gae_advantages(rewards, values, mask, gamma=0.5, gae_lambda=0.5))
+    assert advantages.tolist() == [[-0.0625, -0.25, -1]]
+    assert returns.tolist() == [[0.4375, 0.75, 1]]
+
+
+def test_gae_with_a_lambda_per_row_by_hand():
+    rewards, mask = torch.tensor([[0.0, 0, 1], [0, 0, 1]]), torch.ones(2, 3, dtype=torch.bool)
+    lambdas = torch.tensor([0.5, 1])
+    # Values are 0, so A_t = R_t + gamma * lambda * A_{t+1}, with a factor of 0.25 and of 0.5.
+    advantages, _ = both(gae_advantages(rewards, torch.zeros(2, 3), mask, gamma=0.5, gae_lambda=lambdas))
+    assert advantages.tolist() == [[0.0625, 0.25, 1], [0.25, 0.5, 1]]
+
+
+def test_length_adaptive_lambda_by_hand():
+    # alpha 0.5 and lengths 3, 5, 1, 0: 1 - 1/1.5, 1 - 1/2.5, then 1 - 1/0.5 = -1 and minus infinity, both cut to 0.
+    lambdas = length_adaptive_lambda(LENGTHS_MASK, 0.5)
+    assert lambdas.dtype == torch.float32
+    assert lambdas.tolist() == pytest.approx([1 / 3, 0.6, 0, 0])
+    assert length_adaptive_lambda(torch.tensor([[1, 0, 1, 0]]), 1.0).tolist() == [0.5]  # a gap is no token
+    assert length_adaptive_lambda(torch.ones(1, 400), 0.05).item() == pytest.approx(0.95)  # VAPO's alpha: 1 - 1/20
+    with pytest.raises(ValueError, match="alpha must be greater than 0, got 0"):
+        length_adaptive_lambda(LENGTHS_MASK, 0)
+
+
+def test_discounted_returns_by_hand():
+    rewards = torch.tensor([[1.0, 2, 4, 9], [1, 9, 4, 9], [9, 9, 9, 9]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 0], [0, 0, 0, 0]])
+    # gamma 0.5. Row 0: 4, 2 + 0.5*4, 1 + 0.5*4. Row 1 skips its gap: 4, 1 + 0.5*4.
+    returns = discounted_returns(rewards, mask, gamma=0.5).advantages
+    assert returns.tolist() == [[3, 4, 4, 0], [3, 0, 4, 0], [0, 0, 0, 0]]
+
+
+def test_undiscounted_score_reaches_every_token():
+    returns = discounted_returns(torch.tensor([1.0, 2, 3, 4]), LENGTHS_MASK, gamma=1).advantages
+    assert returns.tolist() == [[1, 1, 1, 0, 0], [2, 2, 2, 2, 2], [3, 0, 0, 0, 0], [0, 0, 0, 0, 0]]
+
+
+def test_discounted_returns_name_what_is_wrong():
+    x = torch.ones(2, 2)
+    with pytest.raises(ValueError, match=r"gamma must lie in \[0, 1\], got 1.5"):
+        discounted_returns(x, x, gamma=1.5)
+    with pytest.raises(ValueError, match=r"response_mask \[1, 2\]"):
+        discounted_returns(x, x[:1], gamma=1)
+    with pytest.raises(ValueError, match="rewards is nan in row 0, token 1"):
+        discounted_returns(torch.tensor([[0, math.nan]]), torch.ones(1, 2), gamma=1)
+
+
+def test_overlong_penalty_by_hand():
+    # Limit 10, buffer 4: nothing up to 6, then a quarter per token, all of it at 10 and beyond.
+    lengths = torch.tensor([0, 6, 7, 9, 10, 25])
+    penalties = overlong_penalty(lengths, max_response_tokens=10, buffer=4, penalty=2.0)
+    assert penalties.dtype == torch.float32
+    assert penalties.tolist() == [0, 0, -0.5, -1.5, -2, -2]
+    with pytest.raises(ValueError, match=r"buffer must lie in 1..max_response_tokens = 10, got 11"):
+        overlong_penalty(lengths, max_response_tokens=10, buffer=11, penalty=1)
+    with pytest.raises(ValueError, match="buffer must lie"):
+        overlong_penalty(lengths, max_response_tokens=10, buffer=0, penalty=1)
+    with pytest.raises(ValueError, match="penalty must not be negative, got -1"):
+        overlong_penalty(lengths, max_response_tokens=10, buffer=4, penalty=-1)
+
+
+def test_rows_do_not_know_of_each_other():
+    rewards, values, mask = random_batch(3)
+    bootstrap = torch.linspace(-1, 1, len(mask))
+    together = both(gae_advantages(rewards, values, mask, gamma=0.9, gae_lambda=0.8, bootstrap_values=bootstrap))
+    for b, length in enumerate(mask.sum(1)):
+        alone = (x[b : b + 1, :length] for x in (rewards, values, mask))
+        results = gae_advantages(*alone, gamma=0.9, gae_lambda=0.8, bootstrap_values=bootstrap[b : b + 1])
+        for ours, expected in zip(together, both(results), strict=True):
+            assert torch.equal(ours[b, :length], expected[0])
+
+
+def test_advantages_carry_no_gradient():
+    rewards, values, mask = random_batch(0)
+    advantages, returns = both(gae_advantages(rewards, values.requires_grad_(), mask, gamma=1, gae_lambda=0.95))
+    assert not advantages.requires_grad and not returns.requires_grad
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"gamma": 1.5}, "gamma must lie"),
+        ({"gae_lambda": -0.1}, "gae_lambda must lie"),
+        ({"gae_lambda": torch.tensor([0.5, 1.5])}, r"gae_lambda must lie in \[0, 1\], got 1.5 in row 1"),
+        ({"gae_lambda": torch.tensor([math.nan, 1])}, "got nan in row 0"),
+        ({"gae_lambda": torch.ones(3)}, "gae_lambda must be"),
+        ({"values": torch.ones(2, 1)}, r"values \[2, 1\]"),
+        ({"bootstrap_values": torch.ones(3)}, "bootstrap_values"),
+        ({"bootstrap_values": torch.tensor([0, math.inf])}, "bootstrap_values is inf in row 1"),
+        ({"values": torch.tensor([[0.0, 0], [0, math.nan]])}, "values is nan in row 1, token 1"),
+        ({"rewards": torch.tensor([[0, -math.inf], [0, 0]])}, "rewards is -inf in row 0, token 1"),
+    ],
+)
+def test_gae_names_what_is_wrong(changes, message):
+    x = torch.ones(2, 2)
+    good = {"rewards": x, "values": x, "response_mask": x.bool(), "gamma": 1, "gae_lambda": 1}
+    with pytest.raises(ValueError, match=message):
+        gae_advantages(**{**good, **changes})
+
+
+def test_payments_name_what_is_wrong():
+    with pytest.raises(ValueError, match="rewards is nan in row 2"):
+        paid(torch.tensor([0, 0, math.nan, math.nan]), LENGTHS_MASK)
+    kl = torch.zeros(4, 5)
+    kl[1, 4] = math.inf
+    with pytest.raises(ValueError, match="kl is inf in row 1, token 4"):
+        paid(torch.zeros(4), LENGTHS_MASK, kl=kl, kl_coef=0.1)
+    with pytest.raises(ValueError, match="kl is None"):
+        paid(torch.zeros(4), LENGTHS_MASK, kl_coef=0.1)
+    with pytest.raises(ValueError, match=r"rewards \[3\]"):
+        paid(torch.zeros(3), LENGTHS_MASK)
+    with pytest.raises(ValueError, match=r"rewards \[4, 1\]"):
+        paid(torch.zeros(4, 1), LENGTHS_MASK)
+
+
+def test_whiten_by_hand():
+    x = torch.tensor([[1.0, 2, 9], [6, 9, 9]])
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    assert masked_sums(x, mask).tolist() == [3, 9, 41]
+    assert moments(x, mask).tolist() == pytest.approx([3, 3, 14])  # squared deviations 4 + 1 + 9
+    # 1 2 6: mean 9/3 = 3, variance 41/3 - 9 = 14/3 (population), so -2 -1 3 over its root.
+    std = math.sqrt(14 / 3)
+    expected = torch.tensor([[-2 / std, -1 / std, 0], [3 / std, 0, 0]])
+    torch.testing.assert_close(whiten(x, mask), expected, rtol=1e-6, atol=0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.floats(-1e30, 1e30), st.integers(0, 3000), st.sampled_from([torch.float32, torch.float64]))
+@example(0.1, 3, torch.float64)  # 0.1 + 0.1 + 0.1 is not 3 * 0.1
+def test_equal_entries_whiten_to_zero(value, count, dtype):
+    x = torch.full((3, 1000), value, dtype=dtype)
+    assert not whiten(x, torch.arange(3000).view(3, 1000) < count).any()
+
+
+def test_whiten_survives_a_large_offset():
+    # Two units apart at a million: rounding of the sums must not swallow it. Mean 1e6 + 1, std 1.
+    x = torch.tensor([[1e6, 1e6 + 2]])
+    assert whiten(x, torch.ones(1, 2, dtype=torch.bool)).tolist()[0] == pytest.approx([-1, 1], rel=1e-2)
+
+
+def test_whitening_spans_ranks():
+    x, _, mask = random_batch(5, B=6)
+    both = merge_moments(torch.stack([moments(x[:2], mask[:2]), moments(x[2:], mask[2:])]))
+    parts = torch.cat([whiten(x[:2], mask[:2], both), whiten(x[2:], mask[2:], both)])
+    torch.testing.assert_close(parts, whiten(x, mask))
+    assert parts[mask].mean().item() == pytest.approx(0, abs=1e-6)
+    assert parts[mask].var(correction=0).item() == pytest.approx(1, abs=1e-5)
+
+
+def test_whiten_shows_nan():
+    assert whiten(torch.tensor([[1, math.nan, 2]]), torch.ones(1, 3, dtype=torch.bool)).isnan().all()
+
+
+@pytest.mark.parametrize(
+    "estimator, expected",
+    [
+        ("grpo", [-2 / (math.sqrt(7) + 1e-6), -1 / (math.sqrt(7) + 1e-6), 3 / (math.sqrt(7) + 1e-6)]),  # (4 + 1 + 9)/2
+        ("rloo", [1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2]),
+        ("dr_grpo", [1 - 3, 2 - 3, 6 - 3]),
+        ("reinforce_pp_baseline", [1 - 3, 2 - 3, 6 - 3]),
+        ("opo", [1 - 23 / 6, 2 - 23 / 6, 6 - 23 / 6]),  # lengths 1 2 3: (1*1 + 2*2 + 3*6) / 6
+    ],
+)
+def test_group_advantages_by_hand(estimator, expected):
+    # Rewards 1 2 6 (mean 3) of group 7 lie between those of group 4, which are equal and say nothing.
+    rewards, group_ids = torch.tensor([0.1, 1, 2, 0.1, 6, 0.1]), torch.tensor([4, 7, 7, 4, 7, 4])
+    lengths = torch.tensor([9, 1, 2, 8, 3, 0])
+    advantages = group_advantages(rewards, group_ids, estimator=estimator, lengths=lengths)
+    assert advantages.dtype == torch.float32
+    assert advantages[[1, 2, 4]].tolist() == pytest.approx(expected, rel=1e-6)
+    assert advantages[[0, 3, 5]].tolist() == [0, 0, 0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=6), st.sampled_from(sorted(ESTIMATORS)), st.randoms(), st.data()
+)
+def test_order_of_responses_and_other_groups_change_nothing(groups, estimator, random, data):
+    group_ids = [group for group in sorted(set(groups)) for _ in range(groups.count(group) + 1)]
+    random.shuffle(group_ids)
+    size = {"min_size": len(group_ids), "max_size": len(group_ids)}
+    rewards = torch.tensor(data.draw(st.lists(st.floats(-100, 100, width=32), **size)))
+    lengths = torch.tensor(data.draw(st.lists(st.integers(0, 50), **size)))
+    ids = torch.tensor(group_ids)
+    together = group_advantages(rewards, ids, estimator=estimator, lengths=lengths)
+    for group in set(groups):
+        rows = ids == group
+        alone = group_advantages(rewards[rows], ids[rows], estimator=estimator, lengths=lengths[rows])
+        assert torch.equal(together[rows], alone)
+        # A baseline is unbiased, over the responses or over their tokens.
+        weights = lengths[rows].double() if estimator == "opo" else torch.ones(len(alone), dtype=torch.float64)
+        weights /= weights.sum().clamp_min(1)
+        assert abs((weights @ alone.double()).item()) <= 1e-5 * max(1, alone.abs().max().item())
+
+
+def test_opo_of_equal_lengths_is_the_group_mean():
+    rewards, ids = torch.tensor([1.0, 2, 6, -3]), torch.tensor([0, 0, 1, 1])
+    assert torch.equal(
+        group_advantages(rewards, ids, estimator="opo", lengths=torch.full((4,), 7)),
+        group_advantages(rewards, ids, estimator="dr_grpo"),
+    )
+
+
+def test_opo_of_a_group_without_tokens_is_finite():
+    rewards = torch.tensor([1.0, 2])
+    advantages = group_advantages(rewards, torch.zeros(2), estimator="opo", lengths=torch.zeros(2, dtype=torch.int64))
+    assert advantages.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("estimator", sorted(ESTIMATORS))
+def test_equal_rewards_give_exactly_zero(estimator):
+    rewards = torch.full((3,), 0.1, dtype=torch.float64)
+    assert rewards.mean() != rewards[0]  # the sum rounds, so that the difference alone would not be 0
+    lengths = torch.tensor([3, 1, 5])
+    assert group_advantages(rewards, torch.zeros(3), estimator=estimator, lengths=lengths).tolist() == [0, 0, 0]
+
+
+def test_group_advantages_names_what_is_wrong():
+    ids = torch.tensor([0, 0, 5])
+    with pytest.raises(ValueError, match="group 5 has one response"):
+        group_advantages(torch.ones(3), ids, estimator="grpo")
+    with pytest.raises(ValueError, match="rewards is nan in row 1"):
+        group_advantages(torch.tensor([0, math.nan, 0]), ids, estimator="grpo")
+    with pytest.raises(ValueError, match="grpo, rloo, dr_grpo"):
+        group_advantages(torch.ones(3), ids, estimator="gae")
+    with pytest.raises(ValueError, match=r"group_ids \[3\]"):
+        group_advantages(torch.ones(3, 1), ids, estimator="grpo")
+    with pytest.raises(ValueError, match=r"lengths \[2\]"):
+        group_advantages(torch.ones(3), ids, estimator="opo", lengths=torch.ones(2))
+    with pytest.raises(ValueError, match="lengths is None: opo"):
+        group_advantages(torch.ones(3), ids, estimator="opo")
+
+
+def test_kl_coefficient_by_hand():
+    controller = KlController(0.1, target=4.0, horizon=1000)
+    controller.update(kl=4.4, num_responses=100)  # 10% too high: 1 + 0.1 * 0.1
+    assert controller.coef == pytest.approx(0.101)
+    controller.update(kl=40.0, num_responses=500)  # cut to 0.2: 1 + 0.2 * 0.5
+    assert controller.coef == pytest.approx(0.101 * 1.1)
+    controller.update(kl=-1.0, num_responses=500)  # k1 can be negative; cut to -0.2
+    assert controller.coef == pytest.approx(0.101 * 1.1 * 0.9)
+    controller.update(kl=4.0, num_responses=500)
+    assert controller.coef == pytest.approx(0.101 * 1.1 * 0.9)
+
+
+def test_kl_coefficient_finds_the_target():
+    # A policy whose KL per response falls as the penalty rises, kl = 1 / coef: the target of 5 is met at 0.2.
+    controller = KlController(0.01, target=5.0, horizon=1000)
+    for _ in range(400):
+        controller.update(1 / controller.coef, 256)
+    assert controller.coef == pytest.approx(0.2, rel=1e-3)
+
+
+def test_kl_coefficient_continues_from_a_checkpoint():
+    controller = KlController(0.1, target=4.0, horizon=1000)
+    controller.update(8.0, 500)
+    resumed = KlController(0.1, target=4.0, horizon=1000)
+    resumed.load_state_dict(controller.state_dict())
+    assert resumed.coef == controller.coef != 0.1
+
+
+def test_kl_coefficient_without_a_target_is_the_configured_one():
+    controller = KlController(0.3, target=None, horizon=1000)
+    controller.update(math.inf, 10**9)
+    controller.load_state_dict({"coef": 0.7})
+    assert controller.coef == 0.3
+
+
+def test_kl_controller_names_what_is_wrong():
+    with pytest.raises(ValueError, match="target must be greater than 0 or None, got 0"):
+        KlController(0.1, target=0.0, horizon=10)
+    with pytest.raises(ValueError, match="horizon must be greater than 0, got 0"):
+        KlController(0.1, target=1.0, horizon=0)
+    controller = KlController(0.1, target=1.0, horizon=10)
+    with pytest.raises(ValueError, match="kl is nan"):
+        controller.update(math.nan, 1)
+    with pytest.raises(ValueError, match="less than 5 times horizon = 10, got 50"):
+        controller.update(1.0, 50)
+    assert controller.coef == 0.1

@@ -1,0 +1,322 @@
+"""Rows, token ids and order of prompts. No model is loaded."""
+
+import json
+import sys
+from itertools import chain
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from hybrid_rl.batch import Prompt
+from hybrid_rl.config import ConfigError, PromptsConfig
+from hybrid_rl.data.prompts import PromptLoader, encode_prompt, load_prompts, load_rows
+
+ROWS = [{"prompt": f"say {n}", "answer": str(n), "level": n % 3} for n in range(5)]
+CHAT = [{"role": "user", "content": "say 7"}]
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+BOS = 0
+
+
+def make_tokenizer(*, adds_bos: bool = True, template: str | None = None) -> PreTrainedTokenizerFast:
+    words = ["say", "[", "]", "user", "assistant", "system", "be", "brief", *map(str, range(10))]
+    vocabulary = {word: i for i, word in enumerate(["<s>", "</s>", "<unk>", *words])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    if adds_bos:
+        core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def write_csv(path, text):
+    path.write_text(text)
+    return str(path)
+
+
+def save_form(form, folder):
+    """Save ROWS in one of the forms and return the path."""
+    path = folder / f"data.{form}"
+    match form:
+        case "jsonl" | "json":
+            write_jsonl(path, ROWS)
+        case "csv":
+            lines = [f"{row['prompt']},{row['answer']},{row['level']}\n" for row in ROWS]
+            write_csv(path, "".join(["prompt,answer,level\n", *lines]))
+        case "parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+        case "dataset":
+            datasets.Dataset.from_list(ROWS).save_to_disk(str(path))
+        case "only_split":
+            datasets.DatasetDict({"test": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(path))
+        case "train_split":
+            other = datasets.Dataset.from_list([{"prompt": "other", "answer": "0", "level": 0}])
+            splits = {"test": other, "train": datasets.Dataset.from_list(ROWS)}
+            datasets.DatasetDict(splits).save_to_disk(str(path))
+    return str(path)
+
+
+# --- rows
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json", "csv", "parquet", "dataset", "only_split", "train_split"])
+def test_every_form_gives_the_same_rows(form, tmp_path):
+    path = save_form(form, tmp_path)
+    expected = [{**row, "level": str(row["level"])} for row in ROWS] if form == "csv" else ROWS
+    assert load_rows(path, PromptsConfig(), seed=0) == expected
+    assert load_rows(path, PromptsConfig(), seed=0, num_rows=2) == expected[:2]
+
+
+def test_csv_keeps_text_and_reads_chat_from_json(tmp_path):
+    field = json.dumps(CHAT).replace('"', '""')
+    # The unnamed first column is the index that pandas writes.
+    path = write_csv(tmp_path / "data.csv", f',prompt,answer\n0,"{field}","1,000"\n1,[not json,007\n2,"two\nlines",1\n')
+    rows = load_rows(path, PromptsConfig(), seed=0)
+    assert [row["prompt"] for row in rows] == [CHAT, "[not json", "two\nlines"]
+    assert [row["answer"] for row in rows] == ["1,000", "007", "1"]
+
+
+def test_task_rows_carry_the_entry_and_depend_on_the_seed_only():
+    config = PromptsConfig(num_generated=4, task_options={"min_terms": 2, "max_terms": 2})
+    rows = load_rows("reasoning_gym:chain_sum", config, seed=1)
+    assert len(rows) == 4 and rows == load_rows("reasoning_gym:chain_sum", config, seed=1)
+    assert rows[0]["prompt"] == rows[0]["entry"]["question"] and rows[0]["answer"] == rows[0]["entry"]["answer"]
+    assert len(load_rows("reasoning_gym:chain_sum", config, seed=1, num_rows=7)) == 7
+
+
+def test_task_rows_of_neighbouring_seeds_do_not_overlap():
+    config = PromptsConfig(num_generated=50, task_options={"min_digits": 6, "max_digits": 8})
+    train, held_out = (load_rows("reasoning_gym:chain_sum", config, seed=seed) for seed in (0, 1))
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
+
+
+def test_task_without_a_single_answer_is_accepted():
+    rows = load_rows("reasoning_gym:graph_color", PromptsConfig(num_generated=1), seed=0)
+    assert rows[0]["answer"] is None and rows[0]["entry"]["metadata"]["source_dataset"] == "graph_color"
+
+
+@pytest.mark.parametrize(
+    "text, settings, message",
+    [
+        (
+            '{"q": "a", "answer": "b"}',
+            {},
+            "no column 'prompt'; set prompts.prompt_column to one of: q, answer",
+        ),
+        (
+            '{"prompt": "a", "q": "b"}',
+            {},
+            "no column 'answer'; set prompts.answer_column to one of: prompt, q",
+        ),
+        ('{"prompt": "a", "answer": "b"}\n{"prompt": "a"}', {}, "row 1 has no column 'answer'"),
+        ('{"prompt": "a", "answer": null}', {}, r"row 0: 'answer' \(prompts.answer_column\) is empty"),
+        ('{"prompt": "a", "answer": ["b"]}', {}, "must be text or a number"),
+        ('{"prompt": 3, "answer": "b"}', {}, r"row 0: 'prompt' \(prompts.prompt_column\) must be text, or a list of"),
+        ('{"prompt": [], "answer": "b"}', {}, "must be text, or a list of"),
+        ('{"prompt": [{"role": "user"}], "answer": "b"}', {}, "text in `role` and `content`"),
+        ('{"prompt": "a", "answer": "b"}\n{"prompt"', {}, "line 2 is not JSON"),
+        ('["a"]', {}, "line 1 is not a JSON object"),
+        ("", {}, "prompts.path = .*holds no rows"),
+        ("", {"eval_path": "data.jsonl"}, "prompts.eval_path = .*holds no rows"),
+    ],
+)
+def test_bad_rows_are_named(text, settings, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_rows("data.jsonl", PromptsConfig(**settings), seed=0)
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("absent.jsonl", None, "no such file or folder"),
+        ("data.txt", b"hello", "must be .jsonl, .csv, .parquet or a dataset folder"),
+        ("data.parquet", b"not parquet", "cannot be read"),
+        ("data.jsonl", b"\xff\xfe", "cannot be read"),
+        ("data.csv", b'prompt,answer\n"open,b\n', "cannot be read"),
+        ("data.csv", b"prompt,answer\na,b,c\n", "row 0 has more fields than the header"),
+        ("data.csv", b"prompt,answer\na\n", "'answer' .* is empty"),
+    ],
+)
+def test_bad_files_are_named(name, content, message, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        load_rows(str(tmp_path / name), PromptsConfig(), seed=0)
+
+
+def test_bad_folders_are_named(tmp_path):
+    with pytest.raises(ConfigError, match="save_to_disk"):
+        load_rows(str(tmp_path), PromptsConfig(), seed=0)
+    data = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"a": data, "b": data}).save_to_disk(str(tmp_path / "splits"))
+    with pytest.raises(ConfigError, match="no split 'train' but a, b"):
+        load_rows(str(tmp_path / "splits"), PromptsConfig(), seed=0)
+
+
+def test_bad_tasks_are_named(monkeypatch):
+    with pytest.raises(ConfigError, match="no task 'chain_sun'; did you mean: chain_sum"):
+        load_rows("reasoning_gym:chain_sun", PromptsConfig(), seed=0)
+    with pytest.raises(ConfigError, match=r"prompts\.task_options = {'terms': 2} do not suit it: .*'terms'"):
+        load_rows("reasoning_gym:chain_sum", PromptsConfig(task_options={"terms": 2}), seed=0)
+    with pytest.raises(ConfigError, match=r"prompts\.task_options = {'min_terms': 0}"):
+        load_rows("reasoning_gym:chain_sum", PromptsConfig(task_options={"min_terms": 0}), seed=0)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ConfigError, match="pip install reasoning-gym"):
+        load_rows("reasoning_gym:chain_sum", PromptsConfig(), seed=0)
+
+
+# --- token ids
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize("template_bos", ["", "{{ bos_token }}"])
+@pytest.mark.parametrize("chat", [True, False])
+def test_bos_stands_once_where_tokenizer_or_template_adds_it(adds_bos, template_bos, chat):
+    tokenizer = make_tokenizer(adds_bos=adds_bos, template=template_bos + TEMPLATE)
+    ids = encode_prompt(tokenizer, {"prompt": "say 7"}, PromptsConfig(chat=chat)).token_ids
+    assert ids.count(BOS) == int(adds_bos or (chat and bool(template_bos)))
+    assert BOS not in ids[1:]
+
+
+def test_text_that_spells_bos_does_not_double_it():
+    assert encode_prompt(make_tokenizer(), {"prompt": "<s> say 7"}, PromptsConfig()).token_ids.count(BOS) == 1
+
+
+def test_text_gives_the_tokenizers_own_ids():
+    tokenizer = make_tokenizer()
+    prompt = encode_prompt(tokenizer, ROWS[3] | {"answer": 3}, PromptsConfig(), prompt_id=3)
+    assert prompt == Prompt(
+        prompt_id=3, text="say 3", token_ids=tokenizer("say 3")["input_ids"], answer="3", metadata={"level": 0}
+    )
+
+
+def test_chat_ends_where_the_response_begins():
+    tokenizer = make_tokenizer(adds_bos=False, template=TEMPLATE)
+    wrapped = encode_prompt(tokenizer, {"prompt": "say 7"}, PromptsConfig(chat=True))
+    messages = encode_prompt(tokenizer, {"prompt": CHAT}, PromptsConfig())
+    assert wrapped == messages and wrapped.text == "[user] say 7 [assistant]"
+    assert messages.token_ids == tokenizer(wrapped.text)["input_ids"]
+    with_system = encode_prompt(tokenizer, {"prompt": CHAT}, PromptsConfig(system_message="be brief"))
+    assert with_system.text == "[system] be brief [user] say 7 [assistant]"
+
+
+@pytest.mark.parametrize(
+    "prompt, settings, template, message",
+    [
+        ("", {}, None, "row 5: its prompt '' gives no tokens"),
+        (CHAT, {}, None, "row 5 is a chat prompt but the tokenizer .* has no chat template"),
+        ("say 7", {"chat": True}, None, "row 5 is a chat prompt"),
+        ("say 7", {"system_message": "be brief"}, TEMPLATE, "prompts.system_message is set but row 5 is text"),
+        (
+            [{"role": "system", "content": "x"}],
+            {"system_message": "be brief"},
+            TEMPLATE,
+            "system message of its own",
+        ),
+        (CHAT, {}, "{{ raise_exception('no users') }}", "row 5: the chat template refuses .*: no users"),
+    ],
+)
+def test_rows_that_cannot_be_encoded_are_named(prompt, settings, template, message):
+    tokenizer = make_tokenizer(adds_bos=False, template=template)
+    with pytest.raises(ConfigError, match=message):
+        encode_prompt(tokenizer, {"prompt": prompt}, PromptsConfig(**settings), prompt_id=5)
+
+
+def test_overlong_prompts_are_an_error_or_dropped_and_counted(tmp_path, caplog):
+    prompts = ["1", "1 2", "1 2 3", "1 2 3 4"]  # 1 to 4 tokens, with a limit of 2
+    path = write_jsonl(tmp_path / "data.jsonl", [{"prompt": p} for p in prompts])
+    tokenizer, settings = make_tokenizer(adds_bos=False), {"answer_column": None, "max_prompt_tokens": 2}
+    finding = "2 of 4 prompts are longer than prompts.max_prompt_tokens = 2, first row 2 with 3 tokens"
+    with pytest.raises(ConfigError, match=f"{finding}: raise the limit or set prompts.overlong = drop"):
+        load_prompts(path, tokenizer, PromptsConfig(**settings), seed=0)
+
+    kept = load_prompts(path, tokenizer, PromptsConfig(**settings, overlong="drop"), seed=0)
+    assert [p.prompt_id for p in kept] == [0, 1] and finding in caplog.text
+    with pytest.raises(ConfigError, match="leaves none"):
+        path = write_jsonl(tmp_path / "long.jsonl", [{"prompt": p} for p in prompts[2:]])
+        load_prompts(path, tokenizer, PromptsConfig(**settings, overlong="drop"), seed=0)
+
+
+# --- order
+
+
+def make_prompts(num):
+    return [Prompt(prompt_id=n, text=str(n), token_ids=[n, n + 1], answer=str(n)) for n in range(num)]
+
+
+def make_loader(*, num=10, batch_size=4, seed=0, shuffle=True, rank=0, world_size=1):
+    return PromptLoader(
+        make_prompts(num), batch_size=batch_size, seed=seed, shuffle=shuffle, rank=rank, world_size=world_size
+    )
+
+
+def take(loader, num_steps):
+    return [[p.prompt_id for p in loader.next_batch()] for _ in range(num_steps)]
+
+
+def test_partial_batch_ends_each_epoch():
+    steps = take(make_loader(), 6)
+    assert [len(step) for step in steps] == [4, 4, 2, 4, 4, 2]
+    first, second = list(chain(*steps[:3])), list(chain(*steps[3:]))
+    assert sorted(first) == sorted(second) == list(range(10)) and first != second
+    assert take(make_loader(num=3, batch_size=8), 2) != [[], []]
+    assert take(make_loader(shuffle=False), 4) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_every_number_of_ranks_sees_the_same_order(world_size):
+    ranks = [take(make_loader(rank=rank, world_size=world_size), 6) for rank in range(world_size)]
+    for step, expected in enumerate(take(make_loader(), 6)):
+        shares = [ranks[rank][step] for rank in range(world_size)]
+        assert shares == [expected[rank::world_size] for rank in range(world_size)]
+
+
+def test_order_depends_on_seed():
+    assert take(make_loader(seed=0), 3) == take(make_loader(seed=0), 3) != take(make_loader(seed=1), 3)
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 3, 4, 7])
+def test_resumed_equals_uninterrupted(num_before):
+    expected = take(make_loader(), 12)
+    before = make_loader(rank=1, world_size=2)
+    take(before, num_before)
+    state = json.loads(json.dumps(before.state_dict()))
+
+    resumed = make_loader()  # another number of ranks
+    take(resumed, 2)
+    resumed.load_state_dict(state)
+    assert take(resumed, 12 - num_before) == expected[num_before:]
+
+
+def test_state_of_other_data_or_order_is_refused():
+    state = make_loader().state_dict()
+    for change in ({"token_ids": [7]}, {"answer": "other"}):
+        prompts = make_prompts(10)
+        prompts[4] = Prompt(**vars(prompts[4]) | change)
+        with pytest.raises(ConfigError, match="the data set is not the checkpoint's"):
+            PromptLoader(prompts, batch_size=4, seed=0, shuffle=True).load_state_dict(state)
+    with pytest.raises(ConfigError, match="seed = 1, but the checkpoint's prompt order has seed = 0"):
+        make_loader(seed=1).load_state_dict(state)
+    with pytest.raises(ConfigError, match="shuffle = False"):
+        make_loader(shuffle=False).load_state_dict(state)
+
+
+def test_loader_needs_prompts_and_a_batch_size():
+    with pytest.raises(ConfigError, match="no prompts"):
+        make_loader(num=0)
+    with pytest.raises(ConfigError, match="batch_size = 0"):
+        make_loader(batch_size=0)

@@ -1,0 +1,183 @@
+"""What reaches the trainer of an engine's steps; the equality with vLLM's own sending is in e2e/test_alias.py."""
+
+from collections import deque
+from types import SimpleNamespace as Fake
+
+import numpy as np
+import pytest
+import torch
+
+from hybrid_rl.engines.vllm.scheduler import LOGPROBS, _Whole, whole_responses
+
+BLOCK = 16
+
+
+class Steps:
+    """In place of vLLM's scheduler: gives the outputs of the next step as they were written down."""
+
+    def __init__(self, steps, kv_cache_config):
+        self.requests = {}
+        self.steps = iter(steps)
+
+    def add_request(self, request):
+        self.requests[request.request_id] = request
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        self.seen = model_runner_output.logprobs
+        found = {}
+        for name, tokens, reason in next(self.steps):
+            output = Fake(request_id=name, new_token_ids=list(tokens), finish_reason=reason, kv_transfer_params=None)
+            found.setdefault(0, Fake(outputs=[])).outputs.append(output)
+            if reason:
+                del self.requests[name]
+        return found
+
+
+class Scheduler(_Whole, Steps):
+    pass
+
+
+@pytest.fixture
+def make():
+    """Return a scheduler with the requests a and b, which give what is written for each step."""
+
+    def scheduler(steps, stop=()):
+        made = Scheduler(steps=steps, kv_cache_config=Fake(kv_cache_groups=[]))
+        for name in ("a", "b"):
+            made.add_request(Fake(request_id=name, sampling_params=Fake(stop=list(stop))))
+        return made
+
+    return scheduler
+
+
+def step(scheduler, values):
+    """Take a step in which the model gave `b` and `a` these log-probs; return what would be sent."""
+    rows = None if values is None else Fake(logprobs=np.array([[v, -9.0] for v in values], np.float32))
+    found = scheduler.update_from_output(None, Fake(logprobs=rows, req_id_to_index={"b": 0, "a": 1}))
+    return {
+        group: [(o.request_id, o.new_token_ids, o.kv_transfer_params) for o in outputs.outputs]
+        for group, outputs in found.items()
+    }
+
+
+def test_a_response_is_sent_once_with_all_its_tokens_and_their_logprobs(make):
+    scheduler = make([[("a", [7], None)], [("a", [8], None), ("b", [3], "stop")], [("a", [9], "length")]])
+    assert step(scheduler, [-1.0, -2.0]) == {}  # b is still in its prompt
+    assert step(scheduler, [-0.5, -3.0]) == {0: [("b", [3], {LOGPROBS: [-0.5]})]}
+    assert step(scheduler, [-4.0, -0.25]) == {0: [("a", [7, 8, 9], {LOGPROBS: [-2.0, -3.0, -0.25]})]}
+    assert scheduler.seen is None  # vLLM cuts no arrays
+
+
+def test_greedy_responses_have_no_logprobs(make):
+    scheduler = make([[("a", [7], None)], [("a", [], "length")]])
+    assert step(scheduler, None) == {}
+    assert step(scheduler, None) == {0: [("a", [7], {LOGPROBS: []})]}
+
+
+def test_with_stop_strings_every_token_is_sent_at_once(make):
+    scheduler = make([[("a", [7], None)]], stop=["."])
+    assert step(scheduler, [-1.0, -2.0]) == {0: [("a", [7], None)]}
+    assert scheduler.seen.logprobs.shape == (2, 2)
+
+
+def test_nothing_is_kept_of_requests_that_were_aborted(make):
+    scheduler = make([[("a", [7], None)], []])
+    assert step(scheduler, [-1.0, -2.0]) == {}
+    scheduler.requests.clear()
+    assert step(scheduler, None) == {}
+    assert not scheduler._held
+
+
+def start_scheduler(tiny, monkeypatch, kind, *, num_blocks, prefix_caching):
+    """Return vLLM's own scheduler or ours, without an engine around it."""
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    config = EngineArgs(
+        model=str(tiny / "policy"),
+        skip_tokenizer_init=True,
+        max_model_len=64,
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        enable_prefix_caching=prefix_caching,
+        enforce_eager=True,
+    ).create_engine_config()
+    config.scheduler_config.async_scheduling = True  # off where vLLM is made for CPUs
+    config.cache_config.num_gpu_blocks = num_blocks
+    layers = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    groups = [KVCacheGroupSpec(["layer"], layers)]
+    return {"ours": whole_responses, "vllm": AsyncScheduler}[kind](
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK,
+        hash_block_size=BLOCK,
+        include_finished_set=False,
+        log_stats=False,
+    )
+
+
+def add_requests(scheduler, prompts):
+    """Add a request for 40 tokens to each prompt."""
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    for number, prompt in enumerate(prompts):
+        parameters = SamplingParams(max_tokens=40, logprobs=0, ignore_eos=True, detokenize=False)
+        hasher = get_request_block_hasher(BLOCK, sha256)
+        request = Request(str(number), prompt, sampling_params=parameters, pooling_params=None, block_hasher=hasher)
+        scheduler.add_request(request)
+
+
+def run(scheduler):
+    """Run all requests to their end, one step ahead of its results as an engine does; return what each step was given.
+
+    Returns:
+        Tokens and new blocks by request for each step, and the tokens of each response.
+    """
+    from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+
+    given, waiting, responses = [], deque(), {}
+    while scheduler.has_unfinished_requests():
+        plan = scheduler.schedule()
+        if plan.total_num_scheduled_tokens:
+            waiting.append(plan)
+            old = plan.scheduled_cached_reqs
+            blocks = dict(zip(old.req_ids, old.new_block_ids, strict=True))
+            blocks |= {new.req_id: new.block_ids for new in plan.scheduled_new_reqs}
+            given.append((dict(plan.num_scheduled_tokens), blocks, set(plan.preempted_req_ids or ())))
+            if len(waiting) == 1:
+                continue
+        plan = waiting.popleft()
+        names = list(plan.num_scheduled_tokens)
+        tokens = [[len(given)] for _ in names]  # every prompt is computed in one step
+        shape = (len(names), 1)
+        logprobs = LogprobsLists(np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(len(names), np.int32))
+        rows = {name: row for row, name in enumerate(names)}
+        output = ModelRunnerOutput(names, rows, sampled_token_ids=tokens, logprobs=logprobs)
+        for group in scheduler.update_from_output(plan, output).values():
+            for answer in group.outputs:
+                responses.setdefault(answer.request_id, []).extend(answer.new_token_ids)
+    return given, responses
+
+
+@pytest.mark.parametrize("num_blocks, prefix_caching", [(100, True), (100, False), (12, False)], ids=str)
+def test_sequences_get_the_same_tokens_and_blocks_in_every_step(tiny, monkeypatch, num_blocks, prefix_caching):
+    """Prompts that share a block, that end inside of one or at its end; 12 blocks are too few for all."""
+    shared = list(range(2, 2 + BLOCK))
+    prompts = [shared, [*shared, 3], [*shared, 3, 4], [9] * (BLOCK - 1), [7] * 24, [8]]
+    found = {}
+    for kind in ("vllm", "ours"):
+        scheduler = start_scheduler(tiny, monkeypatch, kind, num_blocks=num_blocks, prefix_caching=prefix_caching)
+        add_requests(scheduler, prompts)
+        found[kind] = run(scheduler)
+    given, responses = found["ours"]
+    assert given == found["vllm"][0] and responses == found["vllm"][1]
+    assert {len(tokens) for tokens in responses.values()} == {40} and len(responses) == len(prompts)
+    assert any(preempted for _, _, preempted in given) == (num_blocks == 12)

@@ -1,0 +1,240 @@
+"""Command lines of OpenRLHF and ColossalChat become settings that load, by values worked out by hand."""
+
+import re
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hybrid_rl.config import Config, ConfigError
+from launch.translate import coati, coati_ray, openrlhf
+from launch.translate.command import Program, default_of, read_arguments, settings_of, translate
+from launch.translate.shell import commands, up_to_operator
+from launch.translate.systems import SYSTEMS
+from launch.translate.table import table
+
+DOCS = Path(__file__).parents[2] / "docs" / "seeds.md"
+PROGRAMS = [program for programs in SYSTEMS.values() for program in programs]
+each_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.names[0])
+
+
+def settings(program: Program, arguments: str, num_processes: int | None = None) -> dict[str, Any]:
+    return settings_of(program, read_arguments(program, arguments.split(), num_processes))
+
+
+def test_a_command_line_without_paths_says_what_is_missing() -> None:
+    assert "NOT COMPLETE, it will not start like this:\n# - models.actor is empty" in translate(
+        SYSTEMS["--from-openrlhf"], ["--rollout.batch_size", "64"]
+    )
+
+
+def test_shell_variables_that_stay_are_listed() -> None:
+    text = translate(SYSTEMS["--from-openrlhf"], ["--pretrain $MODEL --prompt_data p.jsonl --remote_rm_url http://a"])
+    assert "# Shell variables, to be replaced:\n# - --pretrain $MODEL\n" in text
+
+
+SCRIPT = r"""
+#!/bin/bash
+HOME_DIR=$(cd "$(dirname "$0")" && pwd)   # only a run tells
+MODEL="models/my model"                   # a comment
+EMPTY=
+export SAVE=$HOME_DIR/exp
+declare -a shards=(
+    a.jsonl
+    # b.jsonl
+    "c c.jsonl"
+)
+ARGS=(
+   --pretrain "${MODEL}"
+   --seed 7
+)
+CUDA_VISIBLE_DEVICES=0,1 python train.py ${ARGS[@]} \
+   --save "${SAVE}/1" --empty $EMPTY --data ${shards[@]} --text '$MODEL'
+   --last x   # no comment of a word#1
+echo done
+"""
+
+
+def test_variables_and_arrays_of_a_script_are_put_in() -> None:
+    command, last = commands(SCRIPT)[-2:]
+    words = up_to_operator(command)
+    assert words[:7] == [
+        "CUDA_VISIBLE_DEVICES=0,1",
+        "python",
+        "train.py",
+        "--pretrain",
+        "models/my model",
+        "--seed",
+        "7",
+    ]
+    assert words[7:11] == ["--save", "$HOME_DIR/exp/1", "--empty", "$EMPTY"]
+    assert words[11:] == ["--data", "a.jsonl", "c c.jsonl", "--text", "$MODEL", "--last", "x"]
+    assert last == ["echo", "done"]
+
+
+@pytest.mark.parametrize(
+    "program, arguments, field, value",
+    [
+        (openrlhf.PROGRAM, "--eps_clip 0.3", "update.clip_low", 0.3),
+        (openrlhf.PROGRAM, "--eps_clip 0.3", "update.clip_high", 0.3),
+        (openrlhf.PROGRAM, "--eps_clip_low_high 0.1 0.28 --eps_clip 0.3", "update.clip_low", 0.1),
+        (openrlhf.PROGRAM, "--reward_clip_range -3 7", "reward.clip", 7.0),
+        (openrlhf.PROGRAM, "--max_norm 0.5", "update.actor.max_grad_norm", 0.5),
+        (openrlhf.PROGRAM, "--max_norm 0.5", "update.critic.max_grad_norm", 0.5),
+        (openrlhf.PROGRAM, "--adam_betas 0.8 0.9", "update.critic.betas", [0.8, 0.9]),
+        (openrlhf.PROGRAM, "--use_kl_estimator_k3", "advantage.kl_estimator", "k3"),
+        (openrlhf.PROGRAM, "--ds_tensor_parallel_size 2", "update.tensor_parallel_size", 2),
+        (openrlhf.PROGRAM, "--ring_attn_size 4", "update.sequence_parallel_size", 4),
+        (openrlhf.PROGRAM, "--ring_attn_size 4 --use_dynamic_batch --train_max_tokens_per_gpu 8192",
+         "update.micro_batch_tokens", 32768),  # theirs counts the tokens of a GPU, ours those that GPUs share
+        (openrlhf.PROGRAM, "--colocate_all_models", "memory.swap", "off"),
+        (openrlhf.PROGRAM, "--zero_stage 0 --colocate_all_models --deepspeed_enable_sleep", "memory.swap", "off"),
+        (openrlhf.PROGRAM, "--actor.policy_loss_type gspo", "update.aggregation", "sequence_mean"),
+        (openrlhf.PROGRAM, "--enable_vllm_is_correction --vllm_is_truncated_threshold 2", "update.correction_low", 0.0),
+        (openrlhf.PROGRAM, "--freezing_actor_steps 7", "update.critic_warmup_steps", 7),
+        (openrlhf.PROGRAM, "--lora_rank 8 --target_modules q k", "models.lora.target_modules", ["q", "k"]),
+        (openrlhf.PROGRAM, "--lora_rank 8", "models.lora.alpha", 16),
+        (openrlhf.PROGRAM, "--lr_scheduler constant_with_warmup --max_samples 1024", "update.actor.warmup_steps", 1),
+        (openrlhf.PROGRAM, "--max_samples=1025 --num_episodes=3", "run.num_steps", 6),
+        (coati.PROGRAM, "--num_collect_steps 3 --experience_batch_size 4 --train_batch_size 2 --accumulation_steps 4",
+         "update.mini_batch_size", 6),  # theirs is 8, and a batch of ours has 12
+        (coati.PROGRAM, "--plugin gemini", "update.zero_stage", 3),
+        (coati.PROGRAM, "--plugin 3d --zero_stage 1", "update.zero_stage", 1),
+        (coati.PROGRAM, "--plugin 3d", "memory.swap", "off"),
+        (coati.PROGRAM, "--plugin 3d --tp 4", "update.tensor_parallel_size", 4),
+        (coati.PROGRAM, "--plugin 3d --sp 4 --enable_sequence_parallelism", "update.sequence_parallel_size", 4),
+        (coati.PROGRAM, "--checkpoint_path out/actor/modeling", "models.actor", "out/actor/modeling"),
+        (coati_ray.PROGRAM, "--need_optim_ckpt False --max_timesteps 5", "checkpoint.every_steps", 5),
+        (coati_ray.PROGRAM, "--strategy ddp", "memory.swap", "off"),
+    ],
+)  # fmt: skip
+def test_values(program: Program, arguments: str, field: str, value: Any) -> None:
+    assert settings(program, arguments)[field] == value
+
+
+@pytest.mark.parametrize(
+    "arguments, shared",
+    [
+        ("--plugin gemini --tp 4 --sp 2 --enable_sequence_parallelism", set()),
+        ("--plugin 3d --sp 4", set()),
+        ("--plugin 3d --tp 2 --sp 2 --enable_sequence_parallelism", {"update.tensor_parallel_size"}),
+    ],
+)
+def test_gpus_share_what_theirs_do(arguments, shared):
+    groups = {"update.tensor_parallel_size", "update.sequence_parallel_size"}
+    assert groups & set(settings(coati.PROGRAM, arguments)) == shared
+
+
+def test_parallelism_inside_a_model_leaves_fewer_batches() -> None:
+    arguments = "--plugin 3d --tp 2 --pp 2 --num_collect_steps 1 --experience_batch_size 6"
+    assert settings(coati.PROGRAM, arguments, 16)["rollout.rollout_batch_size"] == 24
+
+
+def test_what_only_a_critic_reads_is_left_out_without_one() -> None:
+    found = settings(
+        openrlhf.PROGRAM, "--advantage_estimator rloo --critic_pretrain c --lambd 0.9 --critic_learning_rate 1"
+    )
+    assert not [name for name in found if "critic" in name or "lambda" in name]
+
+
+@pytest.mark.parametrize(
+    "option, words, message",
+    [
+        ("--from-openrlhf", ["--colocate_all --pretrain x"], "has no --colocate_all"),
+        (
+            "--from-openrlhf",
+            ["--pretrian x --nonsense 3 4 --bf16"],
+            "--pretrian (did you mean --pretrain?), --nonsense",
+        ),
+        ("--from-openrlhf", ["--pretrain x ${ARGS[@]}"], "has no ${ARGS[@]}"),
+        ("--from-openrlhf", ["--bf16=true"], "--bf16 takes no value, got 1"),
+        ("--from-openrlhf", ["--train_batch_size many"], "--train_batch_size many: must be a whole number"),
+        ("--from-openrlhf", ["--eps_clip_low_high 0.2"], "--eps_clip_low_high takes 2 values, got 1"),
+        ("--from-openrlhf", ["--data_type fp16 --param_dtype fp16"], "--param_dtype fp16: has no counterpart here"),
+        ("--from-openrlhf", ["--pretrain 'x"], "cannot be split into words"),
+        ("--from-openrlhf", ["python -m openrlhf.cli.train_sft --pretrain x"], "expected a command line of openrlhf"),
+        (
+            "--from-coati",
+            ["--reward_functions gsm8k_reward_fn mine"],
+            "--reward_functions mine: has no counterpart here",
+        ),
+        ("--from-coati", ["--reward_functions"], "--reward_functions takes one value or more, got 0"),
+        ("--from-coati", [], "expected a command line of train_ppo.py or train_prompts_on_ray.py"),
+    ],
+)
+def test_what_cannot_be_read_is_an_error(option: str, words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        translate(SYSTEMS[option], words)
+    assert "\n" not in str(error.value)
+
+
+def test_arguments_alone_find_their_program() -> None:
+    ray = translate(SYSTEMS["--from-coati"], ["--pretrain", "gpt2", "--prompt_csv_url", "p.csv"])
+    assert "train_prompts_on_ray.py" in ray and yaml.safe_load(ray)["prompts"]["path"] == "p.csv"
+
+
+@each_program
+def test_tables_feed_fields_that_exist_in_one_way(program: Program) -> None:
+    feeding = {
+        field: [argument for argument in program.arguments if field in argument.fields] for field in program.fields
+    }
+    assert set(program.rules) <= set(feeding)
+    for field, arguments in feeding.items():
+        default_of(field)
+        assert field in program.rules or (len(arguments) == 1 and arguments[0].effect == "maps"), field
+    first_names = [argument.names[0] for argument in program.arguments]
+    assert len(first_names) == len(set(first_names))
+    assert all(argument.fields for argument in program.arguments if argument.effect == "maps")
+    assert all(argument.note for argument in program.arguments if argument.effect in ("lost", "moot"))
+
+
+@each_program
+def test_every_choice_is_a_value_of_our_field(program: Program) -> None:
+    for argument in program.arguments:
+        for theirs, ours in (argument.choices or {}).items():
+            section, _, name = argument.fields[0].rpartition(".")
+            owner = Config() if not section else default_of(section)
+            kind = typing.get_type_hints(type(owner))[name]
+            allowed = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else (True, False)
+            is_computed = argument.fields[0] in program.rules
+            assert is_computed or ours in allowed, (argument.names[0], theirs)
+
+
+def test_docs_have_every_argument_of_the_translators_and_no_other() -> None:
+    text = DOCS.read_text()
+    for program in PROGRAMS:
+        assert table(program) in text, f"print it anew: python -m launch.translate.table ({program.title})"
+    spelled = set(re.findall(r"`(--[\w.]+)`", "".join(line for line in text.splitlines() if line.startswith("|"))))
+    assert spelled == {name for program in PROGRAMS for name in program.spellings}
+
+
+def test_docs_name_fields_that_exist() -> None:
+    rows = [line for line in DOCS.read_text().splitlines() if re.match(r"\| [`(sStf]", line)]
+    fields = {field for row in rows for field in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)`", row.split(" | ")[2])}
+    assert len(fields) > 60
+    for field in fields:
+        assert not hasattr(default_of(field), "__dataclass_fields__"), f"{field} is a section"
+
+
+@pytest.mark.parametrize(
+    "heading, names",
+    [
+        (
+            "Seed C",
+            "experience_maker_holder_name_list strategy_fn model_fn env_info train_batch_size buffer_limit eps_clip "
+            "value_clip dataloader_pin_memory callbacks eval_performance debug update_lora_weights",
+        ),
+        (
+            "Seed D",
+            "world_size rank local_rank master_addr master_port args streaming_config vllm_config data_prep_actor_name "
+            "tokenizer from_pretrained setup_model_update_group step broadcast_to_vllm update_ref_policy save_model "
+            "save_checkpoint_state",
+        ),
+    ],
+)
+def test_docs_have_every_argument_of_the_classes(heading: str, names: str) -> None:
+    section = DOCS.read_text().partition(f"## {heading}")[2].partition("\n## ")[0]
+    cells = " ".join(line.split(" | ")[0] for line in section.splitlines() if line.startswith("|"))
+    assert set(names.split()) <= set(re.findall(r"`(\w+)`", cells))

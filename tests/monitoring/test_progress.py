@@ -1,0 +1,58 @@
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from hybrid_rl.monitoring.progress import Progress
+
+
+@pytest.fixture
+def screen():
+    return StringIO()
+
+
+def test_elsewhere_than_a_terminal_each_step_is_one_line(screen, monkeypatch):
+    monkeypatch.setattr("time.monotonic", lambda: 100.0)
+    with Progress(3, console=Console(file=screen, width=20)) as progress:
+        progress.show_phase("ROLLOUT")
+        progress.show_step(1, {"reward": 0.5, "kl": 0.00123, "accuracy": 0.25, "tokens_per_s": 12345.6, "loss": 1.0})
+        progress.show_step(2, {"reward": -0.75})
+    first, second = screen.getvalue().splitlines()
+    assert first.startswith("step 1/3  reward 0.500  KL 0.0012  accuracy 25.0%  tokens/s 12,346  0:00:00 elapsed")
+    assert second.startswith("step 2/3  reward -0.750  KL 0.0012  accuracy 25.0%")
+    assert "loss" not in first and "\x1b" not in first
+
+
+def test_time_left_counts_only_the_steps_of_this_run(screen, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with Progress(110, first_step=101, console=Console(file=screen)) as progress:
+        now = 100.0 + 2 * 1800
+        progress.show_step(102, {})
+    assert screen.getvalue().endswith("1:00:00 elapsed  4:00:00 left\n")
+
+
+def test_a_terminal_shows_phase_count_and_values(screen):
+    console = Console(file=screen, force_terminal=True, width=160)
+    with Progress(4, console=console) as progress:
+        progress.show_step(1, {"reward": 0.5})
+        progress.show_phase("UPDATE")
+    last = [line for line in screen.getvalue().splitlines() if "UPDATE" in line][-1]
+    assert "1/4" in last and "reward 0.500" in last and "left" in last
+
+
+def test_a_quiet_console_prints_nothing(screen):
+    with Progress(1, console=Console(file=screen, quiet=True)) as progress:
+        progress.show_step(1, {"reward": 1.0})
+        progress.summary({"accuracy": 0.0}, {"accuracy": 1.0})
+    assert screen.getvalue() == ""
+
+
+def test_summary_compares_what_both_have(screen):
+    progress = Progress(1, console=Console(file=screen, width=80))
+    progress.summary({"accuracy": 0.125, "length": 2000, "old": 1.0}, {"accuracy": 0.875, "length": 1500, "new": 1.0})
+    cells = [line.split() for line in screen.getvalue().splitlines()]
+    assert ["metric", "before", "after", "change"] in cells
+    assert ["accuracy", "0.125", "0.875", "+0.75"] in cells
+    assert ["length", "2,000", "1,500", "-500"] in cells
+    assert not any("old" in row or "new" in row for row in cells)

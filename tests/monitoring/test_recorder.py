@@ -1,0 +1,95 @@
+"""What a step leaves behind."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+
+from hybrid_rl.batch import Prompt, Rollout, make_train_batch
+from hybrid_rl.config import Config, ConfigError, ModelsConfig, RunConfig, as_dict
+from hybrid_rl.distributed import World
+from hybrid_rl.monitoring.recorder import Recorder
+
+ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+
+
+def make_rollout(prompt_id: int, num_tokens: int, *, is_truncated: bool = False) -> Rollout:
+    return Rollout(
+        prompt=Prompt(prompt_id=prompt_id, text=f"p{prompt_id}", token_ids=[1, 2], answer="a"),
+        sequence_id=prompt_id,
+        response_ids=[3] * num_tokens,
+        rollout_logprobs=[-1.0] * num_tokens,
+        is_truncated=is_truncated,
+        text="t" * num_tokens,
+    )
+
+
+def write_steps(config: Config, first_step: int, last_step: int) -> list[dict[str, float]]:
+    rollouts = [make_rollout(0, 1), make_rollout(1, 3, is_truncated=True)]
+    batch = make_train_batch(rollouts).with_fields(rewards=torch.tensor([1.0, 0.0]))
+    with Recorder(config, ALONE, ALONE) as recorder:
+        recorder.open(first_step)
+        with recorder.timeline.span("rollout", phase="rollout"):
+            pass
+        rows = [
+            recorder.step(step, rollouts, batch, {"kl": 2.0, "reward/rule": 1.0}, {"accuracy": 0.25})
+            for step in range(first_step, last_step + 1)
+        ]
+        recorder.summary({"accuracy": 0.25}, {"accuracy": 0.5})
+    return rows
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    return Config(run=RunConfig(name="r", dir=str(tmp_path), num_steps=3), models=ModelsConfig(actor="somewhere"))
+
+
+def test_sums_become_means_over_responses_or_tokens(config: Config) -> None:
+    row = write_steps(config, 1, 1)[0]
+    assert row["reward"] == 0.5 and row["reward/rule"] == 0.5  # two responses
+    assert row["kl"] == 0.5  # 2.0 over 1 + 3 tokens
+    assert row["rollout/response_length"] == 2.0 and row["rollout/truncated"] == 0.5 and row["rollout/empty"] == 0.0
+    assert row["accuracy"] == 0.25 and row["time/rollout"] >= 0
+
+
+def test_files_of_a_run(config: Config) -> None:
+    write_steps(config, 1, 2)
+    folder = config.run_dir
+    assert yaml.safe_load((folder / "config.yaml").read_text()) == json.loads(json.dumps(as_dict(config)))
+    assert json.loads((folder / "environment.json").read_text())["torch"] == torch.__version__
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    rollouts = [json.loads(line) for line in (folder / "rollouts" / "step_000002.jsonl").read_text().splitlines()]
+    assert [(r["prompt_id"], r["reward"], r["num_tokens"], r["is_truncated"]) for r in rollouts] == [
+        (0, 1.0, 1, False),
+        (1, 0.0, 3, True),
+    ]
+    assert json.loads((folder / "summary.json").read_text()) == {
+        "before": {"accuracy": 0.25},
+        "after": {"accuracy": 0.5},
+    }
+    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    assert "rollout" in {event["name"] for event in events}
+    assert list((folder / "tensorboard").iterdir())
+
+
+def test_a_finished_run_says_so(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    with Recorder(config, ALONE, ALONE) as recorder:
+        recorder.open(4)
+    assert "all 3 steps of" in capsys.readouterr().out
+
+
+def test_a_resumed_run_writes_its_steps_once(config: Config) -> None:
+    write_steps(config, 1, 3)
+    write_steps(config, 2, 3)
+    assert [json.loads(line)["step"] for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()] == [
+        1,
+        2,
+        3,
+    ]
+
+
+def test_profiling_without_a_gpu_is_refused(config: Config) -> None:
+    with pytest.raises(ConfigError, match=r"run.profile_steps = \[3, 4\]: there is no GPU"):
+        Recorder(replace(config, run=replace(config.run, profile_steps=(3, 4))), ALONE, ALONE)

@@ -1,0 +1,223 @@
+"""Remote rewards, asked of real HTTP servers in this process."""
+
+import itertools
+import json
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from hybrid_rl.batch import Prompt, Rollout
+from hybrid_rl.config import ConfigError, RewardConfig
+from hybrid_rl.rewards import RemoteScorer, ScorerPool
+from hybrid_rl.rewards.scoring import RewardSources, score_rollouts
+
+
+class Service:
+    """A server whose answer to each request is `reply(body)`: a status and a text."""
+
+    def __init__(self, reply):
+        self.bodies = []
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                service.bodies.append(body)
+                status, text = reply(body)
+                try:
+                    self.send_response(status)
+                    self.end_headers()
+                    self.wfile.write(text.encode())
+                except BrokenPipeError:
+                    pass  # the client's time was over
+
+            def log_message(self, *_):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/get_reward"
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def serve():
+    """Return a function that starts a service; all end with the test."""
+    services = []
+
+    def start(reply):
+        services.append(Service(reply))
+        return services[-1]
+
+    yield start
+    for service in services:
+        service.close()
+
+
+def lengths(body, key="rewards"):
+    return 200, json.dumps({key: [len(text) for text in body["responses"]]})
+
+
+def make_rollouts(texts):
+    return [
+        Rollout(
+            prompt=Prompt(prompt_id=n, text=f"{n}+0=", token_ids=[1], answer=None if n == 1 else str(n)),
+            sequence_id=10 + n,
+            response_ids=[1],
+            rollout_logprobs=[0.0],
+            is_truncated=False,
+            text=text,
+        )
+        for n, text in enumerate(texts)
+    ]
+
+
+ROLLOUTS = make_rollouts(["a", "bb", "ccc", "dddd", "eeeee"])
+
+
+def score(urls, rollouts=ROLLOUTS, *, timeout_s=60.0, retries=0):
+    return RemoteScorer(urls, timeout_s=timeout_s, retries=retries, pause_s=0.01).score(rollouts)
+
+
+@pytest.mark.parametrize("key", ["rewards", "scores"])
+def test_rewards_come_in_order_and_the_service_sees_all_it_needs(serve, key):
+    service = serve(lambda body: lengths(body, key))
+    assert score([service.url]) == [1, 2, 3, 4, 5]
+    assert service.bodies == [
+        {
+            "query": ["0+0=a", "1+0=bb", "2+0=ccc", "3+0=dddd", "4+0=eeeee"],
+            "prompts": ["0+0=", "1+0=", "2+0=", "3+0=", "4+0="],
+            "responses": ["a", "bb", "ccc", "dddd", "eeeee"],
+            "labels": ["0", None, "2", "3", "4"],
+        }
+    ]
+    assert score([service.url], []) == [] and len(service.bodies) == 1
+
+
+def test_a_batch_is_spread_over_the_services_at_the_same_time(serve):
+    meeting = threading.Barrier(2, timeout=60)  # neither answers before both are asked
+
+    def reply(body):
+        meeting.wait()
+        return lengths(body)
+
+    first, second = serve(reply), serve(reply)
+    assert score([first.url, second.url]) == [1, 2, 3, 4, 5]
+    assert [body["responses"] for body in first.bodies] == [["a", "bb", "ccc"]]
+    assert [body["responses"] for body in second.bodies] == [["dddd", "eeeee"]]
+
+
+def test_more_services_than_responses(serve):
+    services = [serve(lengths) for _ in range(3)]
+    assert score([service.url for service in services], ROLLOUTS[:2]) == [1, 2]
+    assert [len(service.bodies) for service in services] == [1, 1, 0]
+
+
+def test_the_part_of_a_service_that_is_down_goes_to_the_next(serve):
+    service, held = serve(lengths), socket.socket()
+    held.bind(("127.0.0.1", 0))  # so that nobody else listens there
+    down = f"http://127.0.0.1:{held.getsockname()[1]}/get_reward"
+    for urls in ([down, service.url], [service.url, down]):
+        assert score(urls, retries=1) == [1, 2, 3, 4, 5]
+    with pytest.raises(RuntimeError) as caught:
+        score([down, service.url], retries=0)
+    message = str(caught.value)
+    assert "3 responses, first prompt_id 0, sequence_id 10, after 1 attempts" in message
+    assert f"{down}: ConnectionError" in message
+    held.close()
+
+
+def test_a_service_that_recovers_is_asked_again_after_growing_pauses(serve):
+    times = []
+
+    def reply(body):
+        times.append(time.monotonic())
+        return lengths(body) if len(times) == 4 else (503, "busy")
+
+    scorer = RemoteScorer([serve(reply).url], timeout_s=60, retries=3, pause_s=0.1)
+    assert scorer.score(ROLLOUTS) == [1, 2, 3, 4, 5]
+    pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert all(pause >= at_least for pause, at_least in zip(pauses, (0.1, 0.2, 0.4), strict=True))
+
+
+def test_a_failed_request_names_service_status_and_sample(serve):
+    service = serve(lambda _: (500, "no GPU"))
+    with pytest.raises(RuntimeError) as caught:
+        score([service.url], ROLLOUTS[3:], retries=2)
+    assert str(caught.value).count(f"{service.url}: status 500: 'no GPU'") == 3 == len(service.bodies)
+    assert "first prompt_id 3, sequence_id 13, after 3 attempts" in str(caught.value)
+
+
+def test_a_silent_service_costs_its_time_and_the_next_one_answers(serve):
+    over = threading.Event()
+
+    def silent(body):
+        over.wait(60)
+        return lengths(body)
+
+    slow, service = serve(silent), serve(lengths)
+    start = time.monotonic()
+    assert score([slow.url, service.url], ROLLOUTS[:1], timeout_s=1, retries=1) == [1]
+    with pytest.raises(RuntimeError, match="ReadTimeout"):
+        score([slow.url], timeout_s=1)
+    assert time.monotonic() - start < 50
+    over.set()
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (
+            '{"rewards": [1, 2, 3, 4]}',
+            "status 200, first sample prompt_id 0, sequence_id 10: 4 rewards for 5 responses",
+        ),
+        ('{"rewards": [1, 2, NaN, 4, 5]}', "the reward of prompt_id 2, sequence_id 12 is nan: must be a finite number"),
+        ('{"rewards": [1, 2, 3, 4, Infinity]}', "prompt_id 4, sequence_id 14 is inf"),
+        ('{"rewards": [1, null, 3, 4, 5]}', "prompt_id 1, sequence_id 11 is None"),
+        ('{"rewards": [1, 2, 3, true, 5]}', "prompt_id 3, sequence_id 13 is True"),
+        ('{"rewards": ["1", 2, 3, 4, 5]}', "prompt_id 0, sequence_id 10 is '1'"),
+        ('{"rewards": 1}', "no list under 'rewards' or 'scores'"),
+        ('{"reward": [1, 2, 3, 4, 5]}', "no list under 'rewards' or 'scores'"),
+        ("[1, 2, 3, 4, 5]", "no list under 'rewards' or 'scores'"),
+        ("fine", "the answer is not JSON: 'fine'"),
+    ],
+)
+def test_a_wrong_answer_is_an_error_and_not_asked_for_again(serve, text, message):
+    service = serve(lambda _: (200, text))
+    with pytest.raises(RuntimeError) as caught:
+        score([service.url], retries=3)
+    assert message in str(caught.value) and str(caught.value).startswith(service.url)
+    assert len(service.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    "urls, settings, message",
+    [
+        ([], {}, "remote_urls is empty"),
+        (["localhost:80"], {}, r"remote_urls: 'localhost:80' must start with http\(s\)://"),
+        (["http://h"], {"timeout_s": 0}, "remote_timeout_s = 0"),
+        (["http://h"], {"retries": -1}, "remote_retries = -1"),
+    ],
+)
+def test_settings_are_checked(urls, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        RemoteScorer(urls, **{"timeout_s": 1, "retries": 0, **settings})
+
+
+def test_a_remote_score_counts_with_its_weight_beside_the_functions(serve):
+    service = serve(lengths)
+    rollouts = make_rollouts(["a", "bbb"])
+    remote = RemoteScorer([service.url], timeout_s=60, retries=0)
+    with ScorerPool(["exact_match"], [4.0], timeout_s=60, on_error="zero", num_workers=1) as functions:
+        sources = RewardSources(functions=functions, remote=remote)
+        found = score_rollouts(rollouts, sources, RewardConfig(functions=["exact_match"], remote_weight=0.5))
+    assert found.parts["remote"].tolist() == [1, 3]
+    assert found.scores.tolist() == [0.5, 1.5]  # neither text is its prompt's answer
+    # Prompt 1 has no answer to compare with: that is a failure, counted beside the others' in a sum of parts.
+    assert (found + found.select([1])).sums["reward/num_failed"] == 2 * found.num_failed == 2

@@ -1,0 +1,210 @@
+"""Scores by hand: their sources, the groups that dynamic filtering keeps, and the rewards made of them."""
+
+import logging
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybrid_rl.batch import Prompt, Rollout, make_train_batch
+from hybrid_rl.config import ModelsConfig, RewardConfig
+from hybrid_rl.distributed import World, join_world
+from hybrid_rl.models.loading import load_value_model
+from hybrid_rl.rewards import RunningNormalizer, ScorerPool
+from hybrid_rl.rewards.scoring import (
+    Filter,
+    RewardSources,
+    Scored,
+    add_rewards,
+    informative_rows,
+    normalize_and_clip,
+    penalize,
+    score_rollouts,
+    spread_by_tokens,
+)
+from hybrid_rl.steps.logprobs import Packing, sequence_values
+
+CPU = torch.device("cpu")
+WORLD = World(rank=0, size=1, local_rank=0, device=CPU)
+
+
+def scored(scores: list[float], groups: list[int]) -> Scored:
+    rollouts = [
+        Rollout(
+            prompt=Prompt(prompt_id=group, text="", token_ids=[1]),
+            sequence_id=i,
+            response_ids=[4],
+            rollout_logprobs=[-1.0],
+            is_truncated=False,
+            text="",
+        )
+        for i, group in enumerate(groups)
+    ]
+    return Scored(rollouts=rollouts, scores=torch.tensor(scores), parts={"rule": torch.tensor(scores)})
+
+
+def model_of(folder: Path, spoil: float | None = None):
+    critic = load_value_model(str(folder / "reward"), ModelsConfig(), CPU, field="models.reward")
+    if spoil is not None:
+        critic.model.model.embed_tokens.weight.data[5] = spoil  # token 5 stands in prompts 20 and 23
+    packing = Packing(max_tokens=64, world=WORLD)
+    return lambda rollouts: sequence_values(critic, make_train_batch(rollouts), packing)
+
+
+def test_score_is_the_weighted_sum_of_its_sources(tiny, five_rollouts):
+    model = model_of(tiny)
+    config = RewardConfig(functions=["exact_match"], model_weight=0.5)
+    with ScorerPool(["exact_match"], [2.0], timeout_s=60, on_error="raise", num_workers=1) as scorer:
+        found = score_rollouts(five_rollouts, RewardSources(functions=scorer, model=model), config)
+    values = model(five_rollouts)
+    torch.testing.assert_close(found.scores, 0.5 * values + torch.tensor([2.0, 0, 0, 0, 0]))
+    assert found.sums["reward/model"] == pytest.approx(float(values.sum()), abs=1e-5)
+    assert found.sums["reward/exact_match"] == 1 and found.sums["reward/num_failed"] == 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_score_that_is_not_finite_names_the_prompt(tiny, five_rollouts, value):
+    with pytest.raises(ValueError, match="reward of prompt 20 is nan"):
+        score_rollouts(five_rollouts, RewardSources(model=model_of(tiny, spoil=value)), RewardConfig())
+
+
+def test_groups_of_equal_scores_teach_nothing():
+    """Means 0.5, 0 and 1; bounds are strict."""
+    found = scored([1, 0, 0, 0, 1, 1], [7, 8, 7, 8, 9, 9])
+    assert informative_rows(found, (0.0, 1.0)) == [0, 2]
+    assert informative_rows(found, (-1.0, 1.0)) == [0, 1, 2, 3]
+
+
+def test_filter_gathers_until_there_are_enough():
+    kept = Filter((0.0, 1.0), WORLD)
+    assert kept.add(scored([1, 0, 0, 0], [1, 1, 2, 2])) == 1
+    assert kept.add(scored([1, 0, 0, 1, 1, 0], [3, 3, 4, 4, 5, 5])) == 4
+    part, metrics = kept.take(2, seed=0)
+    assert metrics == {"filter/score": pytest.approx(0.4), "filter/batches": 2.0, "filter/groups": 2.0}
+    groups = {rollout.prompt.prompt_id for rollout in part.rollouts}
+    assert len(part.rollouts) == 4 and len(groups) == 2 and groups < {1, 3, 4, 5}
+    assert part.parts["rule"].tolist() == part.scores.tolist()
+    choices = {tuple(r.prompt.prompt_id for r in kept.take(2, seed=seed)[0].rollouts) for seed in range(20)}
+    assert len(choices) > 2
+
+
+def test_filter_gives_up_in_words(caplog):
+    kept = Filter((0.0, 1.0), WORLD)
+    kept.add(scored([1, 0, 1, 1], [1, 1, 2, 2]))
+    with caplog.at_level(logging.WARNING):
+        part, _ = kept.take(4, seed=0)
+    assert len(part.rollouts) == 2
+    assert "gave up with 1 of 4 groups after 1 batches of prompts (mean score 0.750" in caplog.text
+
+
+def test_filter_that_keeps_nothing_is_an_error():
+    kept = Filter((0.0, 1.0), WORLD)
+    kept.add(scored([1, 1], [1, 1]))
+    with pytest.raises(RuntimeError, match=r"kept 0 of 4 groups after 1 batches of prompts \(mean score 1.000"):
+        kept.take(4, seed=0)
+
+
+def test_rewards_by_hand():
+    """Lengths 2, 9 and 10 of 10, buffer 4: from 6 on, 3/4 and 4/4 of the penalty; the last is truncated."""
+    config = RewardConfig(truncation_penalty=0.5, overlong_buffer=4, overlong_penalty=2.0)
+    arguments = (torch.tensor([1.0, 1.0, 1.0]), torch.tensor([2, 9, 10]), torch.tensor([False, False, True]))
+    assert penalize(*arguments, config, max_response_tokens=10).tolist() == [1.0, -0.5, -1.5]
+    config = RewardConfig(truncation_penalty=9.0, clip=0.25)
+    clipped = normalize_and_clip(penalize(*arguments, config, max_response_tokens=10), config, None)
+    assert clipped.tolist() == [0.25, 0.25, -0.25]
+
+
+def test_rewards_are_normalised_by_all_that_was_seen():
+    """Scores 0 and 2 have mean 1 and standard deviation 1; 4 and 6 beside them make mean 3 and deviation sqrt(5)."""
+    normalizer = RunningNormalizer()
+    config = RewardConfig(normalize=True, clip=1.2)
+    make = {"max_response_tokens": 4, "world": WORLD, "normalizer": normalizer}
+    assert add_rewards(scored([0, 2], [1, 1]), config, **make).rewards.tolist() == pytest.approx([-1, 1], abs=1e-5)
+    later = add_rewards(scored([4, 6], [1, 1]), config, **make).rewards.tolist()
+    assert later == pytest.approx([1 / math.sqrt(5), 1.2], abs=1e-5)
+
+
+def test_baselines_belong_to_the_prompts():
+    found = Scored(
+        rollouts=scored([1, 0, 1], [7, 8, 7]).rollouts,
+        scores=torch.tensor([1.0, 0.0, 1.0]),
+        parts={},
+        baselines={7: 0.25, 8: 3.0},
+    )
+    batch = add_rewards(found, RewardConfig(clip=2.0), max_response_tokens=4, world=WORLD)
+    assert batch.baselines.tolist() == [0.25, 2.0, 0.25]
+
+
+def test_penalties_are_the_sampled_responses_own():
+    """A greedy response that was not cut off must not pay for the sampled one that was."""
+    plain = scored([1, 1], [7, 8])
+    cut_off = [replace(rollout, is_truncated=True) for rollout in plain.rollouts]
+    found = replace(plain, rollouts=cut_off, baselines={7: 0.5, 8: 1.0})
+    batch = add_rewards(found, RewardConfig(truncation_penalty=0.25), max_response_tokens=1, world=WORLD)
+    assert batch.rewards.tolist() == [0.75, 0.75] and batch.baselines.tolist() == [0.5, 1.0]
+
+
+# Several ranks
+
+
+# Prompt id: length of its two responses, with one token of prompt each. All the long ones are drawn by rank 0.
+DRAWN = [{0: (9, 9), 2: (8, 8), 4: (7, 7)}, {1: (1, 0), 3: (2, 2)}]
+
+
+def drawn(rank: int) -> Scored:
+    """Return what a rank judged: each response is worth its sequence id, which is twice its prompt's and one more."""
+    rollouts = [
+        Rollout(
+            prompt=Prompt(prompt_id=group, text="", token_ids=[1]),
+            sequence_id=2 * group + place,
+            response_ids=[4] * length,
+            rollout_logprobs=[-1.0] * length,
+            is_truncated=False,
+            text="",
+        )
+        for group, lengths in DRAWN[rank].items()
+        for place, length in enumerate(lengths)
+    ]
+    scores = torch.tensor([float(rollout.sequence_id) for rollout in rollouts])
+    baselines = {group: group / 10 for group in DRAWN[rank]}
+    return Scored(rollouts=rollouts, scores=scores, parts={"rule": -scores}, baselines=baselines, num_failed=rank + 1)
+
+
+def main() -> None:
+    """Run as one of two ranks, and leave what it is left with."""
+    world = join_world()
+    share = spread_by_tokens(drawn(world.rank), world, world)
+    together = spread_by_tokens(drawn(world.rank), world, world.strided(2))
+    rows = [(r.prompt.prompt_id, r.sequence_id, len(r.response_ids)) for r in share.rollouts]
+    baselines = [share.baselines[r.prompt.prompt_id] for r in share.rollouts]
+    result = {"rows": rows, "scores": share.scores, "parts": share.parts, "baselines": baselines}
+    result |= {"together": [r.sequence_id for r in together.rollouts], "all_failed": together.num_failed}
+    torch.save(result | {"num_failed": share.num_failed}, Path(sys.argv[1]) / f"rank{world.rank}.pt")
+
+
+def test_responses_are_spread_by_tokens_with_all_that_is_known_of_them(on_two_ranks):
+    """20, 18, 16, 6 and 3 tokens: 20 | 18, then 16 to 18, 6 and 3 to 20."""
+    ranks = on_two_ranks(__file__)
+    expected = [
+        [(0, 0, 9), (0, 1, 9), (1, 2, 1), (1, 3, 0), (3, 6, 2), (3, 7, 2)],
+        [(2, 4, 8), (2, 5, 8), (4, 8, 7), (4, 9, 7)],
+    ]
+    for found, rows in zip(ranks, expected, strict=True):
+        assert found["rows"] == rows
+        assert found["scores"].tolist() == [sequence_id for _, sequence_id, _ in rows]
+        assert found["parts"]["rule"].tolist() == [-sequence_id for _, sequence_id, _ in rows]
+        assert found["baselines"] == [group / 10 for group, _, _ in rows]
+    assert [found["num_failed"] for found in ranks] == [1, 2]
+    for found in ranks:  # ranks that share their tokens have the same share, here all there is
+        assert found["together"] == list(range(10)) and found["all_failed"] == 3
+
+
+def test_one_rank_keeps_what_it_has():
+    assert spread_by_tokens(drawn(0), WORLD, WORLD).rollouts == drawn(0).rollouts
+
+
+if __name__ == "__main__":
+    main()

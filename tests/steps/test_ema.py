@@ -1,0 +1,223 @@
+"""A moving reference and the policy's average follow their formulas, at every ZeRO stage and over two ranks."""
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hybrid_rl.checkpoints import saver as checkpoint
+from hybrid_rl.config import ConfigError, LoraConfig, ModelsConfig, OptimizerConfig
+from hybrid_rl.distributed import World, join_world
+from hybrid_rl.engines.deepspeed.engine import TrainEngine
+from hybrid_rl.memory.phases import FrozenModule
+from hybrid_rl.models.loading import Actor, load_actor, load_tokenizer
+from hybrid_rl.steps import ema as average
+from hybrid_rl.steps.ema import HostAverage, MovingReference, blend_reference
+
+CPU = torch.device("cpu")
+INPUTS: dict[str, Any] = {
+    "input_ids": torch.tensor([[5, 9, 12, 30, 4]]),
+    "position_ids": torch.arange(5)[None],
+    "cu_seqlens": torch.tensor([0, 5], dtype=torch.int32),
+    "max_length": 5,
+    "index": torch.arange(4),
+    "targets": torch.tensor([9, 12, 30, 4]),
+    "temperature": 1.0,
+}
+
+
+def load(folder: Path, dtype: str = "float32", *, fill: float | None = None, rank: int = 0) -> Actor:
+    actor = load_actor(str(folder / "policy"), ModelsConfig(dtype=dtype), CPU, lora=LoraConfig(rank=rank))
+    for parameter in actor.parameters():
+        if fill is not None:
+            parameter.data.fill_(fill)
+    return actor
+
+
+def make_engine(module: Actor, stage: int, world: World) -> TrainEngine:
+    return TrainEngine(module, OptimizerConfig(lr=1e-2), zero_stage=stage, total_steps=9, world=world)
+
+
+def take_step(engine: TrainEngine) -> None:
+    engine.backward(engine.forward(**INPUTS)[0].sum(), is_last=True)
+    engine.step()
+
+
+def weights_of(engine: TrainEngine) -> dict[str, Tensor]:
+    with engine.gathered([name for name, _, _ in engine.named_shapes()]) as tensors:
+        return {name: t.clone() for name, t in tensors.items()}
+
+
+def follow(folder: Path, stage: int, world: World, *, rank: int = 0) -> dict[str, Any]:
+    """Return the weights before and after three steps, and the reference and the average that followed them."""
+    engine = make_engine(load(folder, rank=rank), stage, world)
+    reference, ema = load(folder), HostAverage(engine, 0.75, world)
+    visited = [weights_of(engine)]
+    for _ in range(3):
+        take_step(engine)
+        ema.update()
+        blend_reference(reference, engine, 0.25)
+        visited.append(weights_of(engine))
+    followed = {name: p.detach().clone() for name, p in reference.model.named_parameters()}
+    return {"visited": visited, "reference": followed, "average": ema.weights()}
+
+
+def main() -> None:
+    """Follow an actor as one of two ranks, at ZeRO 2 and 3; gather few weights at once, so that there are groups."""
+    torch.set_num_threads(1)
+    average._GATHERED_BYTES = 10_000
+    world = join_world()
+    results = {stage: follow(Path(sys.argv[2]), stage, world) for stage in (2, 3)}
+    torch.save(results, Path(sys.argv[1], f"rank{world.rank}.pt"))
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return join_world()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("alpha, expected", [(0.25, 1.5), (0.5, 2.0), (1.0, 3.0)])
+def test_blend_by_hand(tiny, world, alpha, expected, dtype):
+    """Weights of 1 move towards weights of 3 by the share alpha."""
+    reference = load(tiny, dtype, fill=1.0)
+    engine = make_engine(load(tiny, dtype, fill=3.0), 2, world)
+    blend_reference(reference, engine, alpha)
+    assert all(p.dtype == getattr(torch, dtype) and (p == expected).all() for p in reference.parameters())
+    assert all((w == 3).all() for w in weights_of(engine).values())
+
+
+@pytest.mark.parametrize("stage, rank", [(0, 0), (1, 0), (2, 0), (3, 0), (2, 4), (3, 4)])
+def test_followers_equal_the_formula(tiny, world, stage, rank):
+    """Weights with low-rank adapters are followed as they are served, merged."""
+    found = follow(tiny, stage, world, rank=rank)
+    for name, start in found["visited"][0].items():
+        reference = ema = start.double()
+        for weights in found["visited"][1:]:
+            reference = 0.75 * reference + 0.25 * weights[name].double()
+            ema = 0.75 * ema + 0.25 * weights[name].double()
+        for kind, expected in (("reference", reference), ("average", ema)):
+            torch.testing.assert_close(found[kind][name].double(), expected, atol=1e-6, rtol=1e-6, msg=f"{kind} {name}")
+    moved = {name: (w - found["visited"][0][name]).abs().max() for name, w in found["average"].items()}
+    assert {name for name, change in moved.items() if change > 1e-4} == {n for n in moved if not rank or "_proj" in n}
+
+
+def test_two_ranks_follow_as_one(tiny, world, on_two_ranks):
+    """Each rank holds a whole reference; only the first one an average."""
+    first, second = on_two_ranks(__file__)
+    for stage in (2, 3):
+        expected = follow(tiny, stage, world)
+        assert second[stage]["average"] == {}
+        for rank in (first, second):
+            for kind in ("reference", "average") if rank is first else ("reference",):
+                assert rank[stage][kind].keys() == expected[kind].keys()
+                for name, tensor in expected[kind].items():
+                    torch.testing.assert_close(rank[stage][kind][name], tensor, atol=1e-5, rtol=0, msg=name)
+
+
+def test_reference_survives_a_checkpoint(tiny, world, tmp_path):
+    engine = make_engine(load(tiny), 2, world)
+    module = load(tiny)
+    reference = MovingReference(module, engine, None, world)
+    take_step(engine)
+    reference.blend(engine, 0.6)
+    reference.snapshot().write(tmp_path / "reference", 0)
+    other = load(tiny)
+    assert not torch.equal(other.model.model.norm.weight, module.model.model.norm.weight)
+    again = MovingReference(other, engine, None, world)
+    again.load(tmp_path / "reference")
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), module.parameters(), strict=True))
+    logprobs, _ = again(**INPUTS)
+    assert torch.equal(logprobs, module(**INPUTS)[0])
+    with pytest.raises(FileNotFoundError):
+        again.load(tmp_path)
+
+
+def test_reference_of_another_shape_is_refused(tiny, world):
+    engine = make_engine(load(tiny), 2, world)
+    other = load(tiny)
+    other.model.model.norm.weight = torch.nn.Parameter(torch.ones(5))
+    with pytest.raises(ConfigError, match=r"1 differ in name or shape, such as model\.norm\.weight"):
+        MovingReference(other, engine, None, world)
+
+
+def test_released_reference_is_saved_and_loaded_on_the_host(tiny, world, tmp_path):
+    """Its device copy is gone then; what is blended on the device comes back after a release."""
+    engine = make_engine(load(tiny).to(world.device), 2, world)
+    module = load(tiny).to(world.device)
+    tenant = FrozenModule(module)
+    reference = MovingReference(module, engine, tenant, world)
+    num_bytes = tenant.release()
+    before = {name: t.clone() for name, t in tenant.parameters().items()}
+    tenant.restore()
+    take_step(engine)
+    reference.blend(engine, 0.5)
+    expected = {name: p.detach().cpu() for name, p in module.named_parameters()}
+    assert tenant.release() == num_bytes and tenant.restore() > 0 and tenant.release() == 0
+    reference.snapshot().write(tmp_path, 0)
+    assert all(p.numel() == 0 for p in module.parameters())
+    tenant.restore()
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter.cpu(), expected[name]) and not torch.equal(before[name], expected[name])
+    fresh = load(tiny).to(world.device)
+    other = FrozenModule(fresh)
+    other.release()
+    MovingReference(module, engine, other, world).load(tmp_path)
+    other.restore()
+    assert all(torch.equal(p.cpu(), expected[name]) for name, p in fresh.named_parameters())
+
+
+def test_average_continues_from_its_file(tiny, world, tmp_path):
+    engine = make_engine(load(tiny), 2, world)
+    ema = HostAverage(engine, 0.9, world)
+    take_step(engine)
+    ema.update()
+    ema.snapshot().write(tmp_path / "average", 0)
+    other = HostAverage(engine, 0.9, world)  # starts from weights that have moved
+    assert not torch.equal(other.weights()["model.norm.weight"], ema.weights()["model.norm.weight"])
+    other.load(tmp_path / "average")
+    take_step(engine)
+    for each in (ema, other):
+        each.update()
+    assert all(torch.equal(w, other.weights()[name]) for name, w in ema.weights().items())
+
+
+def test_average_adds_up_what_bfloat16_cannot_hold(tiny, world, tmp_path):
+    """From 1, a thousandth of the way to 1.0078125 a hundred times: 1 + (1 - 0.999^100) / 128 = 1.0007438."""
+    actor = load(tiny, "bfloat16", fill=1.0)
+    engine = make_engine(actor, 2, world)
+    ema = HostAverage(engine, 0.999, world)
+    for parameter in actor.parameters():
+        parameter.data.fill_(1.0078125)
+    for _ in range(100):
+        ema.update()
+    assert all(w.dtype == torch.bfloat16 for w in ema.weights().values())
+    ema.snapshot().write(tmp_path, 0)
+    held = load_file(tmp_path / "part_00000.safetensors")["model.norm.weight"]
+    assert held.dtype == torch.float32 and held.tolist() == pytest.approx([1.0007438] * 32, abs=1e-6)
+
+
+def test_average_is_exported_as_a_model(tiny, world, tmp_path):
+    engine = make_engine(load(tiny), 2, world)
+    ema = HostAverage(engine, 0.5, world)
+    take_step(engine)
+    ema.update()
+    actors = copy.deepcopy(weights_of(engine))
+    tokenizer = load_tokenizer(str(tiny / "policy"))
+    checkpoint.export_weights(tmp_path / "export_ema", engine, ema.weights(), tokenizer, world)
+    exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "export_ema").named_parameters())
+    assert exported.keys() == ema.weights().keys()
+    assert all(torch.equal(exported[name], w) for name, w in ema.weights().items())
+    assert not torch.equal(exported["model.norm.weight"], actors["model.norm.weight"])
+    assert all(torch.equal(w, actors[name]) for name, w in weights_of(engine).items())
+    assert load_tokenizer(str(tmp_path / "export_ema")).get_vocab() == tokenizer.get_vocab()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""Texts become token ids that end where the policy would end, and their loss does not depend on how it is cut."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from hybrid_rl.batch import Prompt, Rollout, make_train_batch
+from hybrid_rl.config import ConfigError, ModelsConfig, OptimizerConfig, PtxConfig, UpdateConfig
+from hybrid_rl.distributed import World, join_world
+from hybrid_rl.engines.deepspeed.engine import TrainEngine
+from hybrid_rl.models.loading import load_actor
+from hybrid_rl.steps.logprobs import Packing, token_logprobs
+from hybrid_rl.steps.ptx import PtxLoss, load_texts
+from hybrid_rl.steps.update import update_actor
+
+CPU = torch.device("cpu")
+TEXTS = [[5, 9, 12, 30, 0], [3, 0], [8, 7, 6, 5, 4, 3, 0], [20, 21, 22, 0], [9, 9, 9, 9, 9, 9]]
+WORDS = ["<eos>", "<bos>", "\n", *"abcdefgh"]
+
+
+def make_tokenizer(*, adds_bos: bool = False, template: str | None = None) -> PreTrainedTokenizerBase:
+    """Return a tokenizer of single letters: <eos> 0, <bos> 1, line break 2, a to h 3 to 10."""
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="h"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    if adds_bos:
+        core.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", bos_token="<bos>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def write(folder: Path, *values: Any, column: str = "text") -> PtxConfig:
+    path = folder / "texts.jsonl"
+    path.write_text("".join(json.dumps({column: value}) + "\n" for value in values))
+    return PtxConfig(path=str(path))
+
+
+CHAT = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+OPEN = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+CLOSED = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}<eos>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "value, adds_bos, template, expected",
+    [
+        ("abc", False, None, [3, 4, 5, 0]),
+        ("abc", True, None, [1, 3, 4, 5, 0]),
+        ("abc<eos>", True, None, [1, 3, 4, 5, 0]),
+        ("a<eos>b", False, None, [3, 0, 4, 0]),  # an EOS inside ends nothing
+        ("a\n", False, None, [3, 2, 0]),
+        (CHAT, True, OPEN, [1, 3, 4, 2, 5, 6, 2, 0]),  # the template's BOS and the tokenizer's are one
+        (CHAT, False, CLOSED, [1, 3, 4, 0, 2, 5, 6, 0]),  # nothing after the last EOS, the policy never samples it
+    ],
+)
+def test_token_ids_by_hand(tmp_path, value, adds_bos, template, expected):
+    tokenizer = make_tokenizer(adds_bos=adds_bos, template=template)
+    assert load_texts(write(tmp_path, value), tokenizer) == [expected]
+
+
+def test_long_texts_are_cut_and_the_column_is_read(tmp_path):
+    config = write(tmp_path, "abc", "abcdefgh", column="body")
+    config = PtxConfig(path=config.path, column="body", max_tokens=4)
+    assert load_texts(config, make_tokenizer()) == [[3, 4, 5, 0], [3, 4, 5, 6]]
+
+
+def test_chat_in_a_csv_field(tmp_path):
+    path = tmp_path / "texts.csv"
+    path.write_text('text\n"' + json.dumps(CHAT).replace('"', '""') + '"\n')
+    assert load_texts(PtxConfig(path=str(path)), make_tokenizer(template=OPEN)) == [[1, 3, 4, 2, 5, 6, 2, 0]]
+
+
+@pytest.mark.parametrize(
+    "values, changes, message",
+    [
+        (["abc"], {"path": "nowhere.jsonl"}, r"ptx\.path = nowhere\.jsonl: no such file or folder"),
+        (["abc"], {"column": "body"}, r"row 0 has no column 'body'; set ptx\.column to one of: text"),
+        ([], {}, "holds no rows"),
+        (["abc", ""], {}, r"row 1: gives 1 of at most ptx\.max_tokens = 512 tokens, needs 2 or more"),
+        (["abc"], {"max_tokens": 1}, r"row 0: gives 1 of at most ptx\.max_tokens = 1 tokens"),
+        (["abc", 7], {}, r"row 1: 'text' \(ptx\.column\) must be text, or a list of messages .*; got '7'"),
+        ([CHAT], {}, "row 0 is a chat but the tokenizer '.*' has no chat template"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, values, changes, message):
+    config = write(tmp_path, *values)
+    with pytest.raises(ConfigError, match=message):
+        load_texts(PtxConfig(**{"path": config.path, **changes}), make_tokenizer())
+
+
+def test_template_that_refuses_and_a_tokenizer_without_eos(tmp_path):
+    refusing = make_tokenizer(template="{{ raise_exception('no assistant here') }}")
+    with pytest.raises(ConfigError, match="row 0: the tokenizer's chat template refuses its messages: no assistant"):
+        load_texts(write(tmp_path, CHAT), refusing)
+    endless = make_tokenizer()
+    endless.eos_token = None
+    with pytest.raises(ConfigError, match="has no EOS token"):
+        load_texts(write(tmp_path, "abc"), endless)
+
+
+# The loss
+
+
+def make_engine(folder: Path, world: World, stage: int = 2) -> TrainEngine:
+    # An eps well above rounding keeps AdamW from blowing up gradients that are 0 but for it.
+    settings = OptimizerConfig(lr=1e-2, eps=1e-3, max_grad_norm=1e9)
+    actor = load_actor(str(folder / "policy"), ModelsConfig(), CPU)
+    return TrainEngine(actor, settings, zero_stage=stage, total_steps=9, world=world)
+
+
+def make_loss(world: World, *, batch_size: int = 3, tokens: int = 10, seed: int = 5, texts=TEXTS) -> PtxLoss:
+    config = PtxConfig(path="texts.jsonl", coef=0.3, batch_size=batch_size)
+    return PtxLoss(texts, config, world, seed=seed, micro_batch_tokens=tokens)
+
+
+def finish(engine: TrainEngine) -> float:
+    """Take the step with a last backward that adds nothing, where the policy's would stand."""
+    one = torch.zeros(1, dtype=torch.int64)
+    logprobs, _ = engine.forward(
+        input_ids=one[None],
+        position_ids=one[None],
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+        max_length=1,
+        index=one,
+        targets=one,
+        temperature=1.0,
+    )
+    engine.backward(0 * logprobs.sum(), is_last=True)
+    return engine.step()
+
+
+def learn(folder: Path, world: World, *, stage: int = 2, batch_size: int = 3, tokens: int = 10) -> dict[str, Any]:
+    """Return the losses and gradient norms of three steps, and the weights after them."""
+    engine, loss = make_engine(folder, world, stage), make_loss(world, batch_size=batch_size, tokens=tokens)
+    numbers = [(loss.backward(engine), finish(engine)) for _ in range(3)]
+    with engine.gathered([name for name, _, _ in engine.named_shapes()]) as tensors:
+        return {"numbers": numbers, "weights": {name: t.clone() for name, t in tensors.items()}}
+
+
+CASES: list[dict[str, int]] = [
+    {"stage": 2},
+    {"stage": 3},
+    {"stage": 2, "tokens": 1},
+    {"stage": 3, "batch_size": 1},  # nothing for the second rank
+]
+
+
+def main() -> None:
+    """Learn as one of two ranks."""
+    torch.set_num_threads(1)
+    world = join_world()
+    results = [learn(Path(sys.argv[2]), world, **case) for case in CASES]
+    torch.save(results, Path(sys.argv[1], f"rank{world.rank}.pt"))
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return join_world()
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for numbers, wanted in zip(found["numbers"], expected["numbers"], strict=True):
+        assert numbers == pytest.approx(wanted, rel=1e-5)
+    for name, weight in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][name], weight, atol=2e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def mean_loss(oracle: torch.nn.Module) -> torch.Tensor:
+    total = torch.zeros(())
+    for text in map(torch.tensor, TEXTS):
+        total = total - oracle(text[None]).logits[0, :-1].log_softmax(-1).gather(-1, text[1:, None]).sum()
+    return total / (4 + 1 + 6 + 3 + 5)
+
+
+def norm_of(oracle: torch.nn.Module) -> float:
+    return float(torch.nn.utils.get_total_norm([p.grad for p in oracle.parameters()]))
+
+
+def test_step_is_that_of_the_formula(tiny, world):
+    """-0.3 times the mean over all predicted tokens of an epoch, by transformers' own logits and PyTorch's AdamW."""
+    engine, loss = make_engine(tiny, world), make_loss(world, batch_size=5)
+    mean, norm = loss.backward(engine), finish(engine)
+
+    oracle = AutoModelForCausalLM.from_pretrained(tiny / "policy")
+    expected = mean_loss(oracle)
+    assert mean == pytest.approx(expected.item(), rel=1e-5)
+    (0.3 * expected).backward()
+    assert norm == pytest.approx(norm_of(oracle), rel=1e-5)
+    torch.optim.AdamW(oracle.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0).step()
+    for (name, ours), theirs in zip(engine.model.named_parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(ours.detach(), theirs.detach(), atol=2e-6, rtol=0, msg=name)
+
+
+def test_policy_and_texts_share_a_step(tiny, world):
+    """0.7 times the policy gradient at ratio one, -sum(A log pi) / N, and 0.3 times the texts' mean."""
+    engine, loss = make_engine(tiny, world), make_loss(world, batch_size=5)
+    responses = [([3, 4], [5, 6, 0], 1.5), ([7], [8, 0], -0.5)]
+    rollouts = [
+        Rollout(
+            prompt=Prompt(prompt_id=i, text="", token_ids=prompt),
+            sequence_id=i,
+            response_ids=response,
+            rollout_logprobs=[],
+            is_truncated=False,
+            text="",
+        )
+        for i, (prompt, response, _) in enumerate(responses)
+    ]
+    batch = make_train_batch(rollouts)
+    old_logprobs = token_logprobs(engine.module, batch, Packing(max_tokens=99, world=world), temperature=1.0)
+    advantages = torch.tensor([[advantage] * 3 for *_, advantage in responses])
+    batch = batch.with_fields(old_logprobs=old_logprobs, advantages=advantages)
+    settings = {"seed": 0, "temperature": 1.0, "max_response_tokens": 3, "ptx": loss.backward, "ptx_coef": 0.3}
+    metrics = update_actor(engine, batch, UpdateConfig(mini_batch_size=2), world, **settings)
+
+    oracle = AutoModelForCausalLM.from_pretrained(tiny / "policy")
+    policy = torch.zeros(())
+    for prompt, response, advantage in responses:
+        ids = torch.tensor([prompt + response])
+        table = oracle(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        policy = policy - advantage * table.gather(-1, torch.tensor(response)[:, None]).sum() / 5
+    texts = mean_loss(oracle)
+    assert metrics["ptx_loss"] == pytest.approx(texts.item(), rel=1e-5)
+    (0.7 * policy + 0.3 * texts).backward()
+    assert metrics["grad_norm"] == pytest.approx(norm_of(oracle), rel=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 10_000])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_micro_batches_and_stages_change_nothing(tiny, world, tokens, stage):
+    assert_same(learn(tiny, world, tokens=tokens, stage=stage), learn(tiny, world))
+
+
+def test_two_ranks_are_one(tiny, world, on_two_ranks):
+    first, second = on_two_ranks(__file__)
+    for case, one, other in zip(CASES, first, second, strict=True):
+        assert_same(one, learn(tiny, world, **case))
+        assert one["numbers"] == other["numbers"]
+        assert all(torch.equal(weight, other["weights"][name]) for name, weight in one["weights"].items())
+
+
+# The stream, seen by the losses of a policy that stands still: each text has its own
+
+
+def draw(engine: TrainEngine, loss: PtxLoss, number: int) -> list[float]:
+    return [round(loss.backward(engine), 4) for _ in range(number)]
+
+
+def test_every_epoch_has_every_text_in_an_order_of_its_own(tiny, world):
+    engine = make_engine(tiny, world)
+    seen = draw(engine, make_loss(world, batch_size=1), 20)
+    epochs = [seen[start : start + 5] for start in range(0, 20, 5)]
+    assert len(set(seen)) == 5 and all(sorted(epoch) == sorted(set(seen)) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) > 1
+    assert draw(engine, make_loss(world, batch_size=1), 20) == seen
+    assert draw(engine, make_loss(world, batch_size=1, seed=6), 20) != seen
+
+
+def test_stream_continues_from_its_state(tiny, world):
+    engine = make_engine(tiny, world)
+    loss = make_loss(world, batch_size=2)
+    draw(engine, loss, 4)  # in the middle of the second epoch
+    state = json.loads(json.dumps(loss.state_dict()))
+    expected = draw(engine, loss, 5)
+    other = make_loss(world, batch_size=2)
+    other.load_state_dict(state)
+    assert draw(engine, other, 5) == expected
+
+
+@pytest.mark.parametrize("changes", [{"seed": 6}, {"texts": TEXTS[:4]}])
+def test_state_of_another_stream_is_refused(world, changes):
+    state = make_loss(world).state_dict()
+    with pytest.raises(ConfigError, match=r"ptx\.path = texts\.jsonl: .*run\.resume = never"):
+        make_loss(world, **changes).load_state_dict(state)
+
+
+def test_loss_that_is_not_finite_is_an_error(tiny, world):
+    engine = make_engine(tiny, world)
+    engine.model.model.norm.weight.data.fill_(math.nan)
+    with pytest.raises(FloatingPointError, match="ptx loss is nan up to text 3 of the stream"):
+        make_loss(world).backward(engine)
+
+
+if __name__ == "__main__":
+    main()

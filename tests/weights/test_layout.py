@@ -1,0 +1,96 @@
+"""Where the weights of Llama and Qwen2 lie in the shared buffer, worked out by hand; the rules that forbid sharing."""
+
+import pytest
+import torch
+
+from hybrid_rl.config import Config, LoraConfig, ModelsConfig, RolloutConfig, UpdateConfig
+from hybrid_rl.weights.layout import KNOWN, engine_order, flat_bytes, flat_slots, why_copy
+
+F32, BF16 = torch.float32, torch.bfloat16
+LLAMA = [
+    ("embed", (100, 4), F32),
+    ("0.q_proj.weight", (8, 4), F32),
+    ("0.k_proj.weight", (4, 4), F32),
+    ("0.v_proj.weight", (4, 4), F32),
+    ("0.o_proj.weight", (4, 8), F32),
+    ("0.gate_proj.weight", (6, 4), F32),
+    ("0.up_proj.weight", (6, 4), F32),
+    ("0.down_proj.weight", (4, 6), F32),
+    ("0.norm.weight", (4,), F32),
+    ("norm.weight", (4,), F32),
+]
+QWEN2 = [
+    ("0.q_proj.weight", (8, 8), BF16),
+    ("0.q_proj.bias", (8,), BF16),
+    ("0.k_proj.weight", (8, 8), BF16),
+    ("0.k_proj.bias", (8,), BF16),
+    ("0.v_proj.weight", (8, 8), BF16),
+    ("0.v_proj.bias", (8,), BF16),
+    ("0.norm.weight", (8,), BF16),
+    ("lm_head.weight", (65, 8), BF16),
+]
+
+
+def test_llama_by_hand():
+    """Matrices of 16-byte rows one behind the other; room for two elements a rank; vectors at a multiple of 256."""
+    slots = flat_slots(LLAMA, num_ranks=2)
+    rows = [100, 8, 4, 4, 8, 6, 6, 6]  # o_proj has 4 rows of 32 bytes, down_proj 4 of 24
+    assert [slot.offset for slot in slots[:8]] == [16 * sum(rows[:i]) for i in range(8)]
+    assert sum(rows) * 16 == 2272  # and 16 bytes of room: 2288, so that the vectors begin at 2304
+    assert [(slot.name, slot.offset) for slot in slots[8:]] == [("0.norm.weight", 2304), ("norm.weight", 2320)]
+    assert flat_bytes(slots, num_ranks=2) == 4096  # o_proj, at 1856, with 64 rows of 32 bytes: 3904, rounded up
+
+
+def test_qwen2_by_hand():
+    """Biases lie one behind the other too, among the vectors; the head's rows are rounded up to 128."""
+    slots = flat_slots(QWEN2, num_ranks=1)
+    assert [(slot.name, slot.offset) for slot in slots] == [
+        ("0.q_proj.weight", 0),
+        ("0.k_proj.weight", 128),
+        ("0.v_proj.weight", 256),
+        ("lm_head.weight", 384),  # 65 rows of 16 bytes: to 1424, and 4 bytes of room
+        ("0.q_proj.bias", 1536),
+        ("0.k_proj.bias", 1552),
+        ("0.v_proj.bias", 1568),
+        ("0.norm.weight", 1584),
+    ]
+    assert flat_bytes(slots, num_ranks=1) == 2560  # 384 + 128 * 16 = 2432, more than the vectors' 1604, rounded up
+    assert all(slot.shape == shape for slot in slots for name, shape, _ in QWEN2 if slot.name == name)
+
+
+@pytest.mark.parametrize(
+    "names, expected",
+    [
+        (["k_proj.weight", "v_proj.weight", "q_proj.weight"], ["q_proj.weight", "k_proj.weight", "v_proj.weight"]),
+        (["a.up_proj.weight", "b", "a.gate_proj.weight"], ["a.gate_proj.weight", "a.up_proj.weight", "b"]),
+        (["0.k_proj.w", "1.q_proj.w", "0.q_proj.w"], ["0.q_proj.w", "0.k_proj.w", "1.q_proj.w"]),
+        (["q_proj.bias", "k_proj.weight"], ["q_proj.bias", "k_proj.weight"]),
+        (["norm", "my_q_proj.weight"], ["norm", "my_q_proj.weight"]),
+    ],
+)
+def test_what_the_engine_fuses_is_drawn_together(names, expected):
+    assert engine_order(names) == expected
+
+
+def test_sharing_is_allowed_for_the_known_architectures():
+    for architecture in KNOWN:
+        assert why_copy(Config(), architecture=architecture, tensors=LLAMA) is None
+    for stage in (0, 1, 2):
+        config = Config(update=UpdateConfig(zero_stage=stage))
+        assert why_copy(config, architecture="LlamaForCausalLM", tensors=QWEN2) is None
+
+
+@pytest.mark.parametrize(
+    "config, architecture, tensors, rule",
+    [
+        (Config(rollout=RolloutConfig(tensor_parallel_size=2)), "LlamaForCausalLM", LLAMA, "tensor_parallel_size = 2"),
+        (Config(update=UpdateConfig(tensor_parallel_size=2)), "LlamaForCausalLM", LLAMA, "update.tensor_parallel_size"),
+        (Config(update=UpdateConfig(zero_stage=3)), "LlamaForCausalLM", LLAMA, "update.zero_stage = 3"),
+        (Config(models=ModelsConfig(lora=LoraConfig(rank=4))), "LlamaForCausalLM", LLAMA, "models.lora.rank = 4"),
+        (Config(), "GPT2LMHeadModel", LLAMA, "GPT2LMHeadModel is not one of LlamaForCausalLM, "),
+        (Config(), "LlamaForCausalLM", [("a", (3, 3), F32), *LLAMA], "embed would begin at byte 36"),
+    ],
+)
+def test_each_rule_that_forbids_sharing_is_named(config, architecture, tensors, rule):
+    said = why_copy(config, architecture=architecture, tensors=tensors)
+    assert said is not None and rule in said

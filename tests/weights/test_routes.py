@@ -1,0 +1,77 @@
+"""Tensors that an engine rearranges while it loads them, on a small model with load_weights as vLLM's have."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hybrid_rl.weights.bucket import Slot
+from hybrid_rl.weights.routes import Routes
+
+HEADS, SIZE, HIDDEN = 2, 2, 3
+
+
+class Attention(nn.Module):
+    """Takes a projection whose heads hold q, k and v each, and keeps all q, then all k, then all v."""
+
+    def __init__(self, doubled: bool = False) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.zeros(3 * HEADS * SIZE, HIDDEN), requires_grad=False)
+        self.doubled = doubled
+
+    def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+        for _, weight in weights:
+            sorted_heads = weight.view(HEADS, 3, SIZE, HIDDEN).transpose(0, 1).reshape(weight.shape)
+            for part in range(3):  # as vLLM does, q, k and v one after the other
+                rows = slice(part * HEADS * SIZE, (part + 1) * HEADS * SIZE)
+                self.qkv[rows].copy_((2 * sorted_heads if self.doubled else sorted_heads)[rows])
+
+
+def make(model: Attention) -> tuple[Tensor, Routes, Slot]:
+    shape = tuple(model.qkv.shape)
+    slot = Slot(name="qkv", shape=shape, dtype=torch.float32, offset=256)
+    bucket = torch.zeros(256 + slot.nbytes, dtype=torch.uint8)
+    return slot.view(bucket), Routes(model, bucket), slot
+
+
+def test_a_rearranged_tensor_is_copied_again_without_the_models_code():
+    model = Attention()
+    weight, routes, slot = make(model)
+    weight.copy_(torch.arange(weight.numel()).view(weight.shape))
+    routes.record(slot, copies=True)
+    routes.check_complete()
+    # Rows of head 0: q 0 1, k 2 3, v 4 5; of head 1: q 6 7 and so on. A row starts at three times its number.
+    assert model.qkv[:, 0].tolist() == [3 * row for row in (0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11)]
+    wanted = -model.qkv.clone()
+    weight.neg_()
+    for destination, source in routes.pairs("qkv"):
+        destination.copy_(source)
+    assert torch.equal(model.qkv, wanted)
+
+
+def test_the_checksum_is_of_the_trainers_tensor_in_the_engines_order():
+    model = Attention()
+    weight, routes, slot = make(model)
+    weight.copy_(torch.randn(weight.shape))
+    routes.record(slot, copies=True)
+    before = routes.checksums(["qkv"])["qkv"]
+    for part, (region, _) in enumerate(before):
+        size, stride, offset = region
+        sent = weight.flatten().as_strided(size, stride, weight.storage_offset() + offset)
+        assert torch.equal(sent.reshape(HEADS * SIZE, HIDDEN), model.qkv[4 * part : 4 * part + 4])
+    model.qkv[5, 1] += 1
+    assert [a == b for a, b in zip(before, routes.checksums(["qkv"])["qkv"], strict=True)] == [True, False, True]
+
+
+def test_a_rearranged_tensor_cannot_be_shared_in_place():
+    weight, routes, slot = make(Attention())
+    weight.copy_(torch.randn(weight.shape))
+    routes.record(slot, copies=False)
+    with pytest.raises(RuntimeError, match="qkv does not lie in the trainer as in engine parameter qkv"):
+        routes.bind()
+
+
+def test_a_tensor_that_is_computed_with_is_refused():
+    weight, routes, slot = make(Attention(doubled=True))
+    weight.copy_(torch.randn(weight.shape))
+    with pytest.raises(RuntimeError, match="qkv: this vLLM model transforms it"):
+        routes.record(slot, copies=True)
