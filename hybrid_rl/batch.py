@@ -231,7 +231,7 @@ def split(lengths: Sequence[int], max_tokens: int, rows: Sequence[int] | None = 
     return groups
 
 
-def spread(lengths: Sequence[int], num_ranks: int) -> list[int]:
+def balance(lengths: Sequence[int], num_ranks: int) -> list[int]:
     """Return the rank of each item: the longest first, each to the rank that has the least by then.
 
     Source: Graham 1969, longest processing time: at most 4/3 of the best possible maximum.

@@ -4,9 +4,8 @@ import functools
 import gc
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,114 +13,44 @@ from torch import Tensor
 from hybrid_rl.algorithms.advantage import KlController
 from hybrid_rl.batch import Rollout, make_train_batch
 from hybrid_rl.checkpoints import saver as checkpoint
-from hybrid_rl.checkpoints.phase_log import PhaseLog
 from hybrid_rl.checkpoints.resume import find_checkpoint, make_saver, open_phase_log
 from hybrid_rl.config import Config, check
 from hybrid_rl.data.loading import Data, load_data
 from hybrid_rl.distributed import World, join_world
-from hybrid_rl.engines import EngineTenant, RolloutEngine
-from hybrid_rl.engines.deepspeed.engine import TrainEngine
-from hybrid_rl.engines.deepspeed.ulysses import share_tokens
+from hybrid_rl.engines import RolloutEngine
+from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
+from hybrid_rl.engines.deepspeed.ulysses import enable_sequence_parallel
 from hybrid_rl.engines.group import GroupEngine, check_groups
 from hybrid_rl.engines.start import start_engine
-from hybrid_rl.engines.tenants import Tenants
+from hybrid_rl.engines.tenants import EngineTenant, Tenants
 from hybrid_rl.memory.device import grow_segments
-from hybrid_rl.memory.phases import FrozenModule, MemoryManager, Phase, PooledModule, Resident
-from hybrid_rl.models.loading import (
-    PackedModel,
-    choose_dtype,
-    empty_model,
-    load_actor,
-    load_value_model,
-)
+from hybrid_rl.memory.phases import MemoryManager
+from hybrid_rl.memory.residency import Phase
+from hybrid_rl.memory.tenants import FrozenModule, PooledModule, Resident
+from hybrid_rl.models.loading import choose_dtype, empty_model, load_actor, load_value_model
+from hybrid_rl.models.packed import PackedModel
 from hybrid_rl.models.sequence_parallel import apply_together
-from hybrid_rl.monitoring.metrics import Timeline
 from hybrid_rl.monitoring.recorder import Recorder
+from hybrid_rl.monitoring.timeline import Timeline
 from hybrid_rl.planning.advice import plan_run
 from hybrid_rl.planning.footprint import forward_tokens
-from hybrid_rl.planning.plan import Row
+from hybrid_rl.planning.plan import Allocation
 from hybrid_rl.rewards import RemoteScorer, RunningNormalizer
 from hybrid_rl.rewards.reencode import reencode
 from hybrid_rl.rewards.scoring import RewardSources
-from hybrid_rl.steps.ema import HostAverage, MovingReference
+from hybrid_rl.run import Run
+from hybrid_rl.steps.ema import MovingAverage, MovingReference
 from hybrid_rl.steps.logprobs import Forward, Packing, sequence_values
 from hybrid_rl.steps.ptx import PtxLoss
 from hybrid_rl.steps.update import num_optimizer_steps
-from hybrid_rl.weights.bucket import SharedWeights
-from hybrid_rl.weights.flat import FlatWeights
-from hybrid_rl.weights.layout import why_copy
+from hybrid_rl.weights.alias import AliasBuffer
+from hybrid_rl.weights.bucket import AliasedWeights
+from hybrid_rl.weights.layout import why_not_alias
 from hybrid_rl.weights.sync import AliasSync, CopySync, WeightSync
 
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=PackedModel)
-
-
-class Counter(Protocol):
-    """What a checkpoint keeps as plain values, the same on every rank."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what state_dict returned."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """Everything that a run is made of, on this rank."""
-
-    config: Config
-    world: World
-    batch_world: World
-    """This rank among those whose sequences differ from SCORE to the updates: one of each group that works together."""
-    data: Data
-    recorder: Recorder
-    memory: MemoryManager
-    engine: RolloutEngine
-    actor: TrainEngine
-    critic: TrainEngine | None
-    reference: Forward | None
-    """A frozen model, or the actor without its adapter."""
-    sources: RewardSources
-    normalizer: RunningNormalizer | None
-    kl: KlController
-    average: HostAverage | None
-    ptx: PtxLoss | None
-    sync: WeightSync
-    saver: checkpoint.Saver
-    phase_log: PhaseLog | None
-    steps_done: int
-    """Steps that a checkpoint brought; 0 for a new run."""
-
-    @property
-    def counters(self) -> dict[str, Counter]:
-        """What a checkpoint keeps as plain values."""
-        found: dict[str, Counter | None] = {
-            "loader": self.data.loader,
-            "kl": self.kl,
-            "normalizer": self.normalizer,
-            "ptx": self.ptx,
-        }
-        return {name: part for name, part in found.items() if part is not None}
-
-    @property
-    def averages(self) -> dict[str, checkpoint.Saved]:
-        """What a checkpoint keeps in files beside the models that learn."""
-        moving = self.reference if isinstance(self.reference, MovingReference) else None
-        found: dict[str, checkpoint.Saved | None] = {"average": self.average, "reference": moving}
-        return {name: part for name, part in found.items() if part is not None}
-
-    def close(self) -> None:
-        """End the processes that belong to the run."""
-        gc.unfreeze()
-        self.saver.close()
-        self.engine.close()
-        for scorer in (self.data.scorer, self.data.eval_scorer):
-            if scorer:
-                scorer.close()
 
 
 class Builder:
@@ -143,17 +72,17 @@ class Builder:
         self._timeline = timeline
         self._resume_from = resume_from
         size = config.update.sequence_parallel_size
-        self._sharers = world.consecutive(size, on_device=True) if size > 1 else None
+        self._sharers = world.model_parallel_group(size, on_device=True) if size > 1 else None
         self._tenants = Tenants(config, world.device, stays=memory.stays)
         self._step_sizes = [
             prompts * config.rollout.group_size for prompts in data.loader.batch_sizes(config.run.num_steps)
         ]
 
-    def reserve_host(self, rows: Sequence[Row]) -> None:
+    def reserve_host(self, rows: Sequence[Allocation]) -> None:
         """Begin to pin host memory for the rows of a plan that come back over the bus."""
         self._tenants.reserve_host(sum(row.host_bytes for row in rows if row.in_bytes))
 
-    def policy(self) -> tuple[RolloutEngine, TrainEngine, WeightSync]:
+    def policy(self) -> tuple[RolloutEngine, DeepSpeedEngine, WeightSync]:
         """Return the rollout engine, asleep, the trained actor, and the way of its weights into the engine.
 
         The engine starts on an empty GPU; only weights that it shares are there before it.
@@ -162,17 +91,21 @@ class Builder:
         steps = config.update.critic_warmup_steps
         load = functools.partial(load_actor, paths.actor, paths, world.device, field="models.actor", lora=paths.lora)
         grow_segments(world.device, is_on=False)  # for an earlier run of this process turned it on
-        if self._shares_weights():
+        if self._aliases_weights():
             module = self._shared("models.actor", paths.actor, load())
-            flat = FlatWeights(module.model, world)
-            engine = self._engine(flat.share())
-            actor = self.trained("actor", module, skipped_steps=steps, flat=flat)
-            return engine, actor, AliasSync(actor, engine, config.sync, world.device, timeline, flat=flat)
+            alias_buffer = AliasBuffer(module.model, world)
+            engine = self._engine(alias_buffer.export())
+            actor = self.trained("actor", module, skipped_steps=steps, alias_buffer=alias_buffer)
+            return (
+                engine,
+                actor,
+                AliasSync(actor, engine, config.sync, world.device, timeline, alias_buffer=alias_buffer),
+            )
         engine = self._engine(None)
         actor = self.trained("actor", self._shared("models.actor", paths.actor, load()), skipped_steps=steps)
         return engine, actor, CopySync(actor, engine, config.sync, world.device, timeline)
 
-    def _shares_weights(self) -> bool:
+    def _aliases_weights(self) -> bool:
         """Return whether the engine shall compute with the trainer's weights where they lie.
 
         Raises:
@@ -184,48 +117,48 @@ class Builder:
         model, _ = empty_model(config.models.actor, field="models.actor", is_policy=True)
         dtype = choose_dtype(config.models.dtype, world.device)
         tensors = [(name, tuple(p.shape), dtype) for name, p in model.named_parameters()]
-        obstacle = why_copy(config, architecture=type(model).__name__, tensors=tensors)
+        obstacle = why_not_alias(config, architecture=type(model).__name__, tensors=tensors)
         check(obstacle is None or config.sync.mode == "auto", f"sync.mode = alias: {obstacle}")
         if obstacle and world.is_main:
             logger.warning("the engine gets copies of the trainer's weights: %s", obstacle)
         return obstacle is None
 
     def _shared(self, field: str, path: str, module: M) -> M:
-        return share_tokens(module, self._sharers, path, field=field)
+        return enable_sequence_parallel(module, self._sharers, path, field=field)
 
-    def _engine(self, shared: SharedWeights | None) -> RolloutEngine:
+    def _engine(self, aliased: AliasedWeights | None) -> RolloutEngine:
         config, world, size = self._config, self._world, self._config.rollout.tensor_parallel_size
         dtype = choose_dtype(config.models.dtype, world.device)
         start = functools.partial(
-            start_engine, config, dtype=dtype, device=world.device, rank=world.rank, shared=shared
+            start_engine, config, dtype=dtype, device=world.device, rank=world.rank, aliased=aliased
         )
-        engine = start() if size == 1 else GroupEngine(world.consecutive(size), lambda gpus: start(gpus=gpus))
+        engine = start() if size == 1 else GroupEngine(world.model_parallel_group(size), lambda gpus: start(gpus=gpus))
         stays = config.memory.swap == "off"
-        weights = Resident() if stays or shared else EngineTenant(engine, "weights", filled_in=Phase.SYNC)
+        weights = Resident() if stays or aliased else EngineTenant(engine, "weights", filled_in=Phase.SYNC)
         self._memory.admit("engine_weights", weights)
         self._memory.admit("engine_kv_cache", Resident() if stays else EngineTenant(engine, "kv_cache", filled_in=None))
         return engine
 
     def trained(
-        self, name: str, module: PackedModel, *, skipped_steps: int = 0, flat: FlatWeights | None = None
-    ) -> TrainEngine:
+        self, name: str, module: PackedModel, *, skipped_steps: int = 0, alias_buffer: AliasBuffer | None = None
+    ) -> DeepSpeedEngine:
         """Return the training engine of `actor` or `critic`, as the checkpoint left it if there is one."""
-        trainer = TrainEngine(
+        trainer = DeepSpeedEngine(
             module,
             getattr(self._config.update, name),
             zero_stage=self._config.update.zero_stage,
             total_steps=num_optimizer_steps(self._step_sizes[skipped_steps:], self._config.update),
             world=self._world,
-            flat=flat,
+            alias_buffer=alias_buffer,
             tensor_parallel_size=self._config.update.tensor_parallel_size,
             is_offloaded=self._tenants.is_offloaded(name),
         )
         if self._resume_from:
             trainer.load(self._resume_from / name)
-        self._memory.admit(f"{name}_states", self._tenants.states(name, trainer))
+        self._memory.admit(f"{name}_optimizer", self._tenants.optimizer(name, trainer))
         return trainer
 
-    def critic(self) -> TrainEngine | None:
+    def critic(self) -> DeepSpeedEngine | None:
         """Return the critic's training engine, if the run has one."""
         config, paths = self._config, self._config.models
         if not config.has_critic:
@@ -237,9 +170,9 @@ class Builder:
         self.park("critic", critic)
         return critic
 
-    def park(self, name: str, trainer: TrainEngine, *, is_shared: bool = False) -> None:
+    def park(self, name: str, trainer: DeepSpeedEngine, *, is_aliased: bool = False) -> None:
         """Send the weights of `actor` or `critic` off the GPU; nothing reads them until a phase calls them in."""
-        self._memory.admit(f"{name}_parameters", self._tenants.parameters(name, trainer, is_shared=is_shared))
+        self._memory.admit(f"{name}_parameters", self._tenants.parameters(name, trainer, is_aliased=is_aliased))
 
     def frozen(self, name: str, module: PackedModel) -> FrozenModule | PooledModule | None:
         """Take the gradients from a module and hand it to the memory manager; return its tenant if it moves."""
@@ -248,12 +181,12 @@ class Builder:
         self._memory.admit(name, tenant or Resident())
         return tenant
 
-    def reference(self, actor: TrainEngine) -> Forward | None:
+    def reference(self, actor: DeepSpeedEngine) -> Forward | None:
         """Return what gives the reference's log-probs: the actor without its adapter, or a model of its own."""
         config, paths = self._config, self._config.models
         if not config.has_reference:
             return None
-        if config.shares_reference:
+        if config.reference_is_actor:
             return actor.reference_forward
         path, field = paths.reference or paths.actor, "models.reference"
         module = self._shared(field, path, load_actor(path, paths, self._world.device, field=field))
@@ -264,26 +197,26 @@ class Builder:
         self._load(moving, "reference")
         return moving
 
-    def average(self, actor: TrainEngine) -> HostAverage | None:
+    def ema(self, actor: DeepSpeedEngine) -> MovingAverage | None:
         """Return the moving average of the actor, if the run keeps one."""
         if self._config.models.ema_decay is None:
             return None
-        average = HostAverage(actor, self._config.models.ema_decay, self._world)
-        self._load(average, "average")
-        return average
+        ema = MovingAverage(actor, self._config.models.ema_decay, self._world)
+        self._load(ema, "ema")
+        return ema
 
-    def ptx(self, batch_world: World) -> PtxLoss | None:
+    def ptx(self, data_parallel: World) -> PtxLoss | None:
         """Return the language-model loss beside the actor's, if the run has one."""
         config, texts, limit = self._config, self._data.ptx_texts, self._config.update.micro_batch_tokens
         if not texts:
             return None
-        return PtxLoss(texts, config.ptx, batch_world, seed=config.run.seed, micro_batch_tokens=limit)
+        return PtxLoss(texts, config.ptx, data_parallel, seed=config.run.seed, micro_batch_tokens=limit)
 
     def _load(self, part: checkpoint.Saved, name: str) -> None:
         if self._resume_from:
             part.load(self._resume_from / name)
 
-    def sources(self, batch_world: World) -> RewardSources:
+    def sources(self, data_parallel: World) -> RewardSources:
         """Return all that judges responses."""
         config, data, world = self._config, self._data, self._world
         reward, model = config.reward, None
@@ -292,7 +225,7 @@ class Builder:
             module = self._shared(field, path, load_value_model(path, config.models, world.device, field=field))
             self.frozen("reward_model", module)
             max_tokens = forward_tokens(config.update, is_free=module.packs_freely)
-            packing = Packing(max_tokens=max_tokens, world=batch_world)
+            packing = Packing(max_tokens=max_tokens, world=data_parallel)
 
             def model(rollouts: Sequence[Rollout]) -> Tensor:
                 if data.reward_tokenizer is not None:
@@ -315,7 +248,7 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
     """
     world = join_world()
     check_groups(config, world)
-    batch_world = world.strided(config.update.sequence_parallel_size * config.update.tensor_parallel_size)
+    data_parallel = world.data_parallel_group(config.update.sequence_parallel_size * config.update.tensor_parallel_size)
     plan = plan_run(config, world, residency)
     config = plan.sized(config)
     torch.manual_seed(config.run.seed)
@@ -324,22 +257,22 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
     state: dict[str, Any] = checkpoint.read_state(resume_from) if resume_from else {"step": 0}
     if resume_from:
         data.loader.load_state_dict(state["loader"])  # refuses other data, before a model loads
-    recorder = Recorder(config, world, batch_world)
+    recorder = Recorder(config, world, data_parallel)
     memory = MemoryManager(
         plan.residency, world.device, recorder.timeline, planned=plan.peaks, keeps_cache=plan.has_room_for_cache
     )
     builder = Builder(config, world, data, memory, recorder.timeline, resume_from)
-    builder.reserve_host(plan.rows)
+    builder.reserve_host(plan.allocations)
 
-    engine, actor, sync = builder.policy()
-    average = builder.average(actor)  # begins with the actor's weights
-    builder.park("actor", actor, is_shared=isinstance(sync, AliasSync))
+    engine, actor, weight_sync = builder.policy()
+    ema = builder.ema(actor)  # begins with the actor's weights
+    builder.park("actor", actor, is_aliased=isinstance(weight_sync, AliasSync))
     critic = builder.critic()
     advantage = config.advantage
     run = Run(
         config=config,
         world=world,
-        batch_world=batch_world,
+        data_parallel=data_parallel,
         data=data,
         recorder=recorder,
         memory=memory,
@@ -347,13 +280,13 @@ def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
         actor=actor,
         critic=critic,
         reference=builder.reference(actor),
-        sources=builder.sources(batch_world),
+        sources=builder.sources(data_parallel),
         normalizer=RunningNormalizer() if config.reward.normalize else None,
         kl=KlController(advantage.kl_coef, target=advantage.kl_target, horizon=advantage.kl_horizon),
-        average=average,
-        ptx=builder.ptx(batch_world),
-        sync=sync,
-        saver=make_saver(config, world, [actor, *([critic] if critic else [])]),
+        ema=ema,
+        ptx=builder.ptx(data_parallel),
+        weight_sync=weight_sync,
+        saver=make_saver(config, world, sum(engine.checkpoint_bytes for engine in (actor, critic) if engine)),
         phase_log=open_phase_log(config, world, state["step"]),
         steps_done=state["step"],
     )

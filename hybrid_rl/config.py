@@ -255,7 +255,7 @@ class UpdateConfig:
     tensor_parallel_size: int = 1
     """Ranks that hold the matrices of the trained models between them; consecutive ranks of one node."""
     policy_loss: Literal["clip", "gspo", "cispo", "pg"] = "clip"
-    """PPO's clip, GSPO's sequence ratio, CISPO's clipped weight, or the plain policy gradient; see algorithms/loss.py."""
+    """PPO's clip, GSPO's sequence ratio, CISPO's clipped weight, or the plain policy gradient."""
     clip_low: float = 0.2
     """Ratio is clipped at 1 - clip_low; with cispo 1 is no lower bound, as in its paper."""
     clip_high: float = 0.2
@@ -380,7 +380,7 @@ class Config:
         return self.advantage.kl_coef != 0
 
     @property
-    def shares_reference(self) -> bool:
+    def reference_is_actor(self) -> bool:
         """Whether the reference is the actor without its LoRA adapter, and no model of its own."""
         return self.models.lora.rank > 0 and self.models.reference is None
 

@@ -34,11 +34,11 @@ class World:
         """Whether this rank writes the files that exist once."""
         return self.rank == 0
 
-    def second_line(self) -> "World":
+    def duplicate_group(self) -> "World":
         """Return the same ranks on a connection of their own, for a thread whose collectives overlap the run's."""
         return self if self.size == 1 else dataclasses.replace(self, group=dist.new_group(backend="gloo"))
 
-    def consecutive(self, size: int, *, on_device: bool = False) -> "World":
+    def model_parallel_group(self, size: int, *, on_device: bool = False) -> "World":
         """Return this rank's part when the ranks are cut into groups of `size` neighbours; size divides their number.
 
         Its collectives wait for as long as one rank may generate for the others; with on_device they are for tensors
@@ -48,7 +48,7 @@ class World:
         groups = [dist.new_group(list(range(first, first + size)), **options) for first in range(0, self.size, size)]
         return dataclasses.replace(self, rank=self.rank % size, size=size, group=groups[self.rank // size])
 
-    def strided(self, size: int) -> "World":
+    def data_parallel_group(self, size: int) -> "World":
         """Return this rank's part among those that have its place in such groups: one rank of each group."""
         if size == 1:
             return self
@@ -70,11 +70,11 @@ class World:
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
         return int(value)
 
-    def in_step(self, pieces: list[list[int]]) -> list[list[int]]:
+    def pad_to_longest(self, pieces: list[list[int]]) -> list[list[int]]:
         """Return the pieces with empty ones added, so that every rank has as many and joins the others' collectives."""
         return pieces + [[]] * (self.max(len(pieces)) - len(pieces))
 
-    def gather(self, item: Any) -> list[Any]:
+    def all_gather(self, item: Any) -> list[Any]:
         """Return every rank's picklable item, in rank order, on every rank."""
         if self.size == 1:
             return [item]
@@ -82,7 +82,7 @@ class World:
         dist.all_gather_object(items, item, group=self.group)
         return items
 
-    def exchange(self, items: Sequence[Any]) -> list[Any]:
+    def all_to_all(self, items: Sequence[Any]) -> list[Any]:
         """Send each rank its one of `size` picklable items; return what the ranks sent here, in rank order."""
         if self.size == 1:
             return list(items)
@@ -96,7 +96,7 @@ class World:
 
     def means(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
         """Return each key's sum over ranks divided by its count over ranks; a key counted nowhere is left out."""
-        everyone = self.gather((sums, counts))
+        everyone = self.all_gather((sums, counts))
         keys = {key: None for local, _ in everyone for key in local}
         totals = {
             key: (sum(s.get(key, 0.0) for s, _ in everyone), sum(c.get(key, 0.0) for _, c in everyone)) for key in keys

@@ -7,13 +7,14 @@ from typing import TypeVar
 import torch
 
 from hybrid_rl.batch import Prompt, Rollout, TrainBatch, make_train_batch
-from hybrid_rl.build import Run
+from hybrid_rl.checkpoints import export as exporting
 from hybrid_rl.checkpoints import saver as checkpoint
 from hybrid_rl.models.loading import choose_dtype
 from hybrid_rl.planning.footprint import forward_tokens
 from hybrid_rl.rewards import ScorerPool
 from hybrid_rl.rewards import scoring as judging
 from hybrid_rl.rewards.scoring import Scored
+from hybrid_rl.run import Run
 from hybrid_rl.steps import logprobs as scoring
 from hybrid_rl.steps import rollout, update
 from hybrid_rl.steps.ema import MovingReference
@@ -48,10 +49,10 @@ def judge(run: Run, rollouts: Sequence[Rollout], greedy: Sequence[Rollout], step
 
 
 def _judge(run: Run, rollouts: Sequence[Rollout], greedy: Sequence[Rollout]) -> Scored:
-    scored = judging.score_rollouts(rollouts, run.sources, run.config.reward)
+    scored = judging.score_responses(rollouts, run.sources, run.config.reward)
     if run.config.advantage.estimator != "remax":
         return scored
-    scores = judging.score_rollouts(greedy, run.sources, run.config.reward).scores.tolist()
+    scores = judging.score_responses(greedy, run.sources, run.config.reward).scores.tolist()
     return replace(scored, baselines={r.prompt.prompt_id: s for r, s in zip(greedy, scores, strict=True)})
 
 
@@ -81,10 +82,10 @@ def keep_best(run: Run, evaluation: Metrics, step: int) -> None:
     """Write the actor, if the step began with an evaluation and none was better."""
     if evaluation and run.config.checkpoint.keep_best:
         folder, accuracy = run.config.run_dir / "best", evaluation["accuracy"]
-        checkpoint.export_best(folder, run.actor, run.data.tokenizer, run.world, accuracy=accuracy, step=step - 1)
+        exporting.export_best(folder, run.actor, run.data.tokenizer, run.world, accuracy=accuracy, step=step - 1)
 
 
-def has_arrived(run: Run, evaluation: Metrics) -> bool:
+def reached_accuracy(run: Run, evaluation: Metrics) -> bool:
     """Return whether an evaluation reached the accuracy at which the run may end."""
     goal = run.config.run.stop_at_accuracy
     return goal is not None and evaluation.get("accuracy", -1.0) >= goal
@@ -99,7 +100,7 @@ def refresh_reference(run: Run, step: int) -> None:
 
 def score(run: Run, scored: Scored) -> tuple[TrainBatch, Metrics, Metrics]:
     """Return the batch ready for the updates, this rank's sums of what went into it, and metrics of all ranks."""
-    config, world, actor, critic = run.config, run.batch_world, run.actor, run.critic
+    config, world, actor, critic = run.config, run.data_parallel, run.actor, run.critic
     is_free = all(trainer.module.packs_freely for trainer in (actor, critic) if trainer)
     packing = scoring.Packing(max_tokens=forward_tokens(config.update, is_free=is_free), world=world)
     temperature, max_tokens = config.rollout.temperature, config.rollout.max_response_tokens
@@ -139,7 +140,7 @@ def max_logprob_gap(run: Run) -> float:
     return run.config.rollout.max_logprob_gap or (1e-3 if is_float32 else 0.1)
 
 
-def learn_values(run: Run, batch: TrainBatch, step: int) -> Metrics:
+def update_critic(run: Run, batch: TrainBatch, step: int) -> Metrics:
     """Update the critic, if the run has one; its states are here now, so a checkpoint's copy is taken now."""
     if run.critic is None:
         return {}
@@ -148,7 +149,7 @@ def learn_values(run: Run, batch: TrainBatch, step: int) -> Metrics:
         run.critic,
         batch,
         config.update,
-        run.batch_world,
+        run.data_parallel,
         seed=config.run.seed + step,
         max_response_tokens=config.rollout.max_response_tokens,
     )
@@ -157,15 +158,15 @@ def learn_values(run: Run, batch: TrainBatch, step: int) -> Metrics:
     return {f"critic/{name}": value for name, value in metrics.items()}
 
 
-def learn_policy(run: Run, batch: TrainBatch, step: int) -> Metrics:
+def update_actor(run: Run, batch: TrainBatch, step: int) -> Metrics:
     """Update the actor, once the critic has warmed up, and its average; then take a checkpoint's copy of it."""
-    metrics = _update_policy(run, batch, step) if step > run.config.update.critic_warmup_steps else {}
+    metrics = _update_actor(run, batch, step) if step > run.config.update.critic_warmup_steps else {}
     if is_saved(run, step):
         run.saver.take("actor", run.actor)
     return metrics
 
 
-def _update_policy(run: Run, batch: TrainBatch, step: int) -> Metrics:
+def _update_actor(run: Run, batch: TrainBatch, step: int) -> Metrics:
     config, advantage = run.config, run.config.advantage
     kl = None
     if run.reference and advantage.kl_in == "loss":
@@ -174,7 +175,7 @@ def _update_policy(run: Run, batch: TrainBatch, step: int) -> Metrics:
         run.actor,
         batch,
         config.update,
-        run.batch_world,
+        run.data_parallel,
         seed=config.run.seed + step,
         temperature=config.rollout.temperature,
         max_response_tokens=config.rollout.max_response_tokens,
@@ -182,8 +183,8 @@ def _update_policy(run: Run, batch: TrainBatch, step: int) -> Metrics:
         ptx=run.ptx.backward if run.ptx else None,
         ptx_coef=config.ptx.coef if run.ptx else 0.0,
     )
-    if run.average:
-        run.average.update()
+    if run.ema:
+        run.ema.update()
     return {f"actor/{name}": value for name, value in metrics.items()}
 
 
@@ -208,7 +209,7 @@ def save(run: Run, step: int) -> None:
 
 def start_saving(run: Run, step: int) -> None:
     """Begin to write the checkpoint of a step, whose copies of critic and actor are taken."""
-    for name, part in run.averages.items():
+    for name, part in run.saved_parts.items():
         run.saver.take(name, part)
     run.saver.start(step, {name: part.state_dict() for name, part in run.counters.items()})
 
@@ -230,8 +231,8 @@ def export(run: Run) -> None:
     if not run.config.checkpoint.export:
         return
     folder, tokenizer = run.config.run_dir, run.data.tokenizer
-    checkpoint.export(folder / "export", run.actor, tokenizer, run.world)
-    if run.average:
-        checkpoint.export_weights(folder / "export_ema", run.actor, run.average.weights(), tokenizer, run.world)
+    exporting.export(folder / "export", run.actor, tokenizer, run.world)
+    if run.ema:
+        exporting.export_weights(folder / "export_ema", run.actor, run.ema.weights(), tokenizer, run.world)
     if run.config.models.lora.rank:
-        checkpoint.export_adapter(folder / "export_adapter", run.actor, run.world)
+        exporting.export_adapter(folder / "export_adapter", run.actor, run.world)

@@ -3,41 +3,29 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hybrid_rl.build import Run, build
+from hybrid_rl.build import build
 from hybrid_rl.config import Config
-from hybrid_rl.memory.phases import Phase
-from hybrid_rl.rewards.scoring import Filter, Scored, spread_by_tokens
+from hybrid_rl.memory.residency import RESIDENCY, ROLLOUT, SCORE, SYNC, UPDATE_ACTOR, UPDATE_CRITIC, Phase
+from hybrid_rl.rewards.scoring import Filter, Scored, balance_by_tokens
+from hybrid_rl.run import Run
 from hybrid_rl.stages import (
     Metrics,
     evaluate,
     export,
     finish,
     generate,
-    has_arrived,
     is_unsaved,
     judge,
     keep_best,
-    learn_policy,
-    learn_values,
+    reached_accuracy,
     refresh_reference,
     save,
     score,
     start_saving,
+    update_actor,
+    update_critic,
 )
 from hybrid_rl.validate import validate
-
-SYNC, ROLLOUT, SCORE, UPDATE_CRITIC, UPDATE_ACTOR = Phase
-
-RESIDENCY = {
-    "engine_weights": frozenset({SYNC, ROLLOUT}),
-    "engine_kv_cache": frozenset({ROLLOUT}),
-    "reference": frozenset({SCORE}),
-    "reward_model": frozenset({SCORE}),
-    "critic_parameters": frozenset({SCORE, UPDATE_CRITIC}),
-    "critic_states": frozenset({UPDATE_CRITIC}),
-    "actor_parameters": frozenset({SYNC, SCORE, UPDATE_ACTOR}),
-    "actor_states": frozenset({UPDATE_ACTOR}),
-}
 
 
 def train(config: Config) -> Metrics:
@@ -62,26 +50,26 @@ def loop(run: Run) -> Metrics:
     for step in range(run.steps_done + 1, config.run.num_steps + 2):
         is_over = step > config.run.num_steps
         with phase(run, SYNC, step):
-            pushed = run.sync.push()
+            synced = run.weight_sync.sync()
         with phase(run, ROLLOUT, step):
             evaluation = evaluate(run, step, is_over)
             first, last = first or evaluation, evaluation or last
-            if is_over or has_arrived(run, evaluation):
+            if is_over or reached_accuracy(run, evaluation):
                 break
             rollouts, greedy = generate(run, run.data.loader.next_batch(), step)
         with phase(run, SCORE, step):
             scored = judge(run, rollouts, greedy, step)
         scored, filtered = refill(run, scored, step)
-        scored = spread_by_tokens(scored, run.world, run.batch_world)
+        scored = balance_by_tokens(scored, run.world, run.data_parallel)
         with phase(run, SCORE, step):
             keep_best(run, evaluation, step)
             refresh_reference(run, step)
             batch, sums, state = score(run, scored)
         with phase(run, UPDATE_CRITIC, step):
-            critic_metrics = learn_values(run, batch, step)
+            critic_metrics = update_critic(run, batch, step)
         with phase(run, UPDATE_ACTOR, step):
-            actor_metrics = learn_policy(run, batch, step)
-        state |= pushed.metrics() | run.memory.measured.metrics()
+            actor_metrics = update_actor(run, batch, step)
+        state |= synced.metrics() | run.memory.measured.metrics()
         metrics = evaluation | filtered | critic_metrics | actor_metrics | state
         run.recorder.step(step, scored.rollouts, batch, sums, metrics)
         save(run, step)
@@ -123,12 +111,12 @@ def refill(run: Run, scored: Scored, step: int) -> tuple[Scored, Metrics]:
         if attempt:
             fresh = [prompt for prompt in run.data.loader.next_batch() if prompt.prompt_id not in seen]
             with phase(run, SYNC, step):
-                run.sync.push()
+                run.weight_sync.sync()
             with phase(run, ROLLOUT, step):
                 rollouts, greedy = generate(run, fresh, step)
             with phase(run, SCORE, step):
                 scored = judge(run, rollouts, greedy, step)
-        seen |= {i for ids in world.gather({r.prompt.prompt_id for r in scored.rollouts}) for i in ids}
+        seen |= {i for ids in world.all_gather({r.prompt.prompt_id for r in scored.rollouts}) for i in ids}
         if kept.add(scored) >= wanted:
             break
     return kept.take(wanted, seed=run.config.run.seed + step)

@@ -138,7 +138,7 @@ def _check_advantage(config: Config) -> None:
     )
     if models.reference_every_steps:
         check(
-            config.has_reference and not config.shares_reference,
+            config.has_reference and not config.reference_is_actor,
             f"models.reference_every_steps = {models.reference_every_steps}: needs a reference of its own, so "
             f"advantage.kl_coef > 0 and, with models.lora, models.reference",
         )

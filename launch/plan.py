@@ -8,11 +8,11 @@ from rich.table import Table
 
 from hybrid_rl.config import Config, check
 from hybrid_rl.engines.group import group_sizes
-from hybrid_rl.memory.phases import Phase
+from hybrid_rl.memory.residency import RESIDENCY, Phase
 from hybrid_rl.planning.advice import Change, advice, larger_batches, suggest
-from hybrid_rl.planning.plan import GIB, MARGIN, Machine, Plan, Shapes, make_plan, read_shapes
+from hybrid_rl.planning.plan import GIB, MARGIN, Machine, Plan, Shapes, read_shapes
+from hybrid_rl.planning.planner import make_plan
 from hybrid_rl.planning.simulator import Rates, StepTime, bus_seconds, simulate
-from hybrid_rl.trainer import RESIDENCY
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
@@ -101,7 +101,7 @@ def _memory_table(told: Forecast) -> Table:
     for column in table.columns[1:]:
         column.justify = "right"
     rows: dict[str, list[int]] = {}
-    for row in plan.rows:  # rows of one name, such as activations, share a line
+    for row in plan.allocations:  # rows of one name, such as activations, share a line
         line = rows.setdefault(row.name, [0] * (len(phases) + 1))
         for place, phase in enumerate(phases):
             line[place] += row.num_bytes * (phase in row.phases)

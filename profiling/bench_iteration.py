@@ -19,7 +19,7 @@ from typing import Any
 
 from colocated_run import (
     PHASES,
-    Left,
+    RunResult,
     add_arguments,
     base_settings,
     find_model,
@@ -34,13 +34,13 @@ FLAT_FROM = 3
 """Step from which on memory is to be flat: the first two still allocate what later ones keep."""
 
 
-def transitions_s(left: Left, step: int) -> float:
+def transitions_s(left: RunResult, step: int) -> float:
     """Return the seconds of a step in which memory moves or weights are handed over."""
     moves = [e["dur"] for e in left.spans("transition", step) if e["args"]["phase"] != "sync"]
     return (sum(moves) + sum(e["dur"] for e in left.spans("sync", step))) / 1e6
 
 
-def time_rows(left: Left) -> list[dict[str, Any]]:
+def time_rows(left: RunResult) -> list[dict[str, Any]]:
     """Return a row for each step: its seconds by phase, and the share of all transitions."""
     rows = []
     for row in left.rows:
@@ -55,7 +55,7 @@ def time_rows(left: Left) -> list[dict[str, Any]]:
     return rows
 
 
-def move_rows(left: Left) -> list[dict[str, Any]]:
+def move_rows(left: RunResult) -> list[dict[str, Any]]:
     """Return a row for each move of the last step: bytes, seconds, bandwidth."""
     step = int(left.rows[-1]["step"])
     found = []
@@ -70,7 +70,7 @@ def move_rows(left: Left) -> list[dict[str, Any]]:
     return found
 
 
-def memory_rows(left: Left) -> list[dict[str, Any]]:
+def memory_rows(left: RunResult) -> list[dict[str, Any]]:
     """Return a row for each phase: planned and measured peak, and how much its memory at entry moves between steps."""
     rows, last, steady = [], left.rows[-1], [row for row in left.rows if row["step"] >= FLAT_FROM]
     for phase in PHASES:
@@ -103,7 +103,7 @@ def settings(arguments: argparse.Namespace, paths: Mapping[str, str]) -> dict[st
     return found
 
 
-def report(left: Left, out: Path, name: str) -> None:
+def report(left: RunResult, out: Path, name: str) -> None:
     """Print three tables and write them as <name>.csv, <name>_moves.csv and <name>_memory.csv."""
     tables = {"": time_rows(left), "_moves": move_rows(left), "_memory": memory_rows(left)}
     for suffix, rows in tables.items():
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--read", type=Path, help="folder of a run to report on, instead of starting one")
     arguments, more = parser.parse_known_args()
     if arguments.read:
-        return report(Left(arguments.read), arguments.out, arguments.name)
+        return report(RunResult(arguments.read), arguments.out, arguments.name)
     has_reward = arguments.estimator == "gae" and not arguments.model
     paths = find_model(parser, arguments, has_reward=has_reward)
     folder = arguments.work / arguments.name

@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 def slowest_ms(world: World, collective: Callable[[], object]) -> float:
     """Return how long a collective takes on the slowest rank."""
     world.barrier()
-    return max(world.gather(milliseconds(collective)))
+    return max(world.all_gather(milliseconds(collective)))
 
 
 def collectives(world: World, num_bytes: int) -> Iterator[tuple[str, float, Callable[[], object]]]:

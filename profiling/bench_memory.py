@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from hybrid_rl.config import Config, MemoryConfig, OptimizerConfig
 from hybrid_rl.distributed import join_world
-from hybrid_rl.engines.deepspeed.engine import StatesTenant, TrainEngine
-from hybrid_rl.engines.tenants import Tenants
-from hybrid_rl.memory.phases import PooledTenant, Tenant
+from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
+from hybrid_rl.engines.tenants import OptimizerTenant, Tenants
+from hybrid_rl.memory.tenants import PooledTenant, Tenant
 from hybrid_rl.monitoring.recorder import environment
 from hybrid_rl_kernels.vmm_pool import Region, VmmPool, pool_of, released_bytes
 
@@ -188,11 +188,11 @@ def offloads(num_elements: int, width: int, bus: Bus, repeats: int) -> Iterator[
     world = join_world()
     with torch.device("cuda"):
         module = Layers(num_elements, width).to(torch.bfloat16)
-    engine = TrainEngine(module, OptimizerConfig(), zero_stage=2, total_steps=10, world=world)
+    engine = DeepSpeedEngine(module, OptimizerConfig(), zero_stage=2, total_steps=10, world=world)
     engine.backward(engine.forward(inputs=torch.randn(8, width, device="cuda", dtype=torch.bfloat16)), is_last=True)
     engine.step()
-    size = engine.state_bytes()
-    theirs = StatesTenant(engine)
+    size = engine.optimizer_bytes()
+    theirs = OptimizerTenant(engine)
     yield Row(what="first release of states", provider="DeepSpeed", gib=size / GIB, ms=milliseconds(theirs.release))
     theirs.restore()
     steady = in_turns(theirs.release, theirs.restore, repeats)
@@ -201,8 +201,8 @@ def offloads(num_elements: int, width: int, bus: Bus, repeats: int) -> Iterator[
 
     makes = Tenants(Config(memory=MemoryConfig(swap="vmm")), world.device)
     parts: dict[str, Tenant] = {
-        "states": makes.states("actor", engine),
-        "weights": makes.parameters("actor", engine, is_shared=False),
+        "states": makes.optimizer("actor", engine),
+        "weights": makes.parameters("actor", engine, is_aliased=False),
     }
     for name, tenant in parts.items():
         assert isinstance(tenant, PooledTenant)

@@ -29,8 +29,8 @@ import matplotlib.pyplot as plt
 import yaml
 from colocated_run import (
     PHASES,
-    Left,
     RunFailedError,
+    RunResult,
     add_arguments,
     base_settings,
     find_model,
@@ -60,7 +60,7 @@ def num_tokens(rows: Sequence[Mapping[str, float]], responses: int, prompt_token
     return responses * (prompt_tokens + median(rows, "rollout/response_length"))
 
 
-def speed_rows(runs: Mapping[int, Left], *, responses: int, prompt_tokens: int) -> list[dict[str, Any]]:
+def speed_rows(runs: Mapping[int, RunResult], *, responses: int, prompt_tokens: int) -> list[dict[str, Any]]:
     """Return a row for each number of GPUs and phase: seconds, tokens/s per GPU, efficiency against the fewest GPUs.
 
     The batch is the same, so efficiency is the time on the fewest, times their number, over time times number.
@@ -82,19 +82,19 @@ def speed_rows(runs: Mapping[int, Left], *, responses: int, prompt_tokens: int) 
     return found
 
 
-def standard_error(left: Left, step: int) -> float:
+def standard_error(left: RunResult, step: int) -> float:
     """Return the standard error of a step's mean reward."""
     rewards = [row["reward"] for row in left.rollouts(step)]
     return statistics.stdev(rewards) / len(rewards) ** 0.5
 
 
-def same_responses(one: Left, other: Left, step: int) -> float:
+def same_responses(one: RunResult, other: RunResult, step: int) -> float:
     """Return the share of a step's responses that two runs have in common."""
     pairs = [[(row["prompt_id"], row["response"]) for row in left.rollouts(step)] for left in (one, other)]
     return len(set(pairs[0]) & set(pairs[1])) / len(set(pairs[0]))
 
 
-def curve_rows(runs: Mapping[int, Left]) -> list[dict[str, Any]]:
+def curve_rows(runs: Mapping[int, RunResult]) -> list[dict[str, Any]]:
     """Return a row for each number of GPUs but the fewest: the greatest differences of its curves from theirs."""
     fewest = min(runs)
     base, found = runs[fewest], []
@@ -115,7 +115,7 @@ def curve_rows(runs: Mapping[int, Left]) -> list[dict[str, Any]]:
     return found
 
 
-def plot(runs: Mapping[int, Left], speed: Sequence[Mapping[str, Any]], path: Path) -> None:
+def plot(runs: Mapping[int, RunResult], speed: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw tokens/s per GPU by phase, and the curves of all runs over each other."""
     figure, (left_axes, right_axes) = plt.subplots(1, 2, figsize=(12, 4.5))
     for phase in dict.fromkeys(row["phase"] for row in speed):
@@ -132,7 +132,7 @@ def plot(runs: Mapping[int, Left], speed: Sequence[Mapping[str, Any]], path: Pat
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
-def report(runs: Mapping[int, Left], arguments: argparse.Namespace) -> None:
+def report(runs: Mapping[int, RunResult], arguments: argparse.Namespace) -> None:
     """Write <name>.csv, <name>_curves.csv and <name>.png, and print both tables."""
     speed = speed_rows(runs, responses=arguments.responses, prompt_tokens=arguments.prompt_tokens)
     environment = f"{runs[min(runs)].environment}, {arguments.model or arguments.shape}, ZeRO {arguments.zero_stage}"
@@ -155,7 +155,7 @@ def is_finished(folder: Path, arguments: argparse.Namespace, num_gpus: int) -> b
     paths = {"actor": found["models"]["actor"], "prompts": found["prompts"]["path"]}
     wanted = settings(arguments, paths, num_gpus)
     same = wanted.keys() - {"run", "reward"}  # which name files of that checkout
-    return len(Left(folder).rows) == arguments.steps and all(found[section] == wanted[section] for section in same)
+    return len(RunResult(folder).rows) == arguments.steps and all(found[section] == wanted[section] for section in same)
 
 
 def main() -> None:
@@ -175,7 +175,7 @@ def main() -> None:
     if arguments.steps < 2:
         parser.error(f"--steps {arguments.steps}: must be at least 2, for the first is left out")
     folders = {n: arguments.work / f"{arguments.name}_{n}" for n in sorted(set(arguments.gpus))}
-    runs = {n: Left(f) for n, f in folders.items() if arguments.reuse and is_finished(f, arguments, n)}
+    runs = {n: RunResult(f) for n, f in folders.items() if arguments.reuse and is_finished(f, arguments, n)}
     paths = find_model(parser, arguments, has_reward=False) if len(runs) < len(folders) else {}
     failures = []
     for num_gpus, folder in folders.items():

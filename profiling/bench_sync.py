@@ -27,9 +27,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from hybrid_rl.config import RolloutConfig, SyncConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.vllm.engine import VllmEngine
-from hybrid_rl.monitoring.metrics import Timeline
 from hybrid_rl.monitoring.recorder import environment
-from hybrid_rl.weights.flat import FlatWeights
+from hybrid_rl.monitoring.timeline import Timeline
+from hybrid_rl.weights.alias import AliasBuffer
 from hybrid_rl.weights.sync import AliasSync, CopySync
 
 HERE = Path(__file__).parent
@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(kw_only=True)
 class Trainer:
-    """A model whose weights are handed over; what the hand-over asks of hybrid_rl's TrainEngine."""
+    """A model whose weights are handed over; what the hand-over asks of hybrid_rl's DeepSpeedEngine."""
 
     model: Qwen2ForCausalLM
     weights: dict[str, Tensor] = field(init=False)
@@ -97,10 +97,10 @@ class Bench:
         except Exception as error:
             return self.leave_out(way, error)
         median = statistics.median(times[1:])
-        self.rows.append(Row(way=way, first_ms=times[0], ms=median, floors=median / self.floor_ms))
+        self.allocations.append(Row(way=way, first_ms=times[0], ms=median, floors=median / self.floor_ms))
         print(f"{way}: first {times[0]:.2f} ms, then {median:.2f} ms", flush=True)
         line = environment_line(environment(self.world), f"median of {self.repeats}")
-        write_csv(self.path, line, [asdict(row) for row in self.rows])
+        write_csv(self.path, line, [asdict(row) for row in self.allocations])
         return None
 
     def leave_out(self, way: str, error: Exception) -> None:
@@ -135,7 +135,7 @@ def bench_ours(bench: Bench, trainer: Trainer, engine: VllmEngine, make: Callabl
     """Time pushes without and with the proof."""
     for num_verified, name in ((0, way), (8, f"{way}, with proof")):
         engine.weights_version = 0
-        bench.time(name, make(SyncConfig(num_verified=num_verified)).push)
+        bench.time(name, make(SyncConfig(num_verified=num_verified)).sync)
 
 
 def bench_handles(bench: Bench, trainer: Trainer, engine: VllmEngine) -> None:
@@ -234,12 +234,12 @@ def measure(bench: Bench, shape: dict[str, int]) -> None:
         model = Qwen2ForCausalLM(config).to(dtype).requires_grad_(False)
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        flat = FlatWeights(model, world)
+        alias_buffer = AliasBuffer(model, world)
         trainer = Trainer(model=model)
         bench_floor(bench, trainer)
 
         def alias(settings: SyncConfig) -> AliasSync:
-            return AliasSync(trainer, engine, settings, world.device, Timeline(), flat=flat)
+            return AliasSync(trainer, engine, settings, world.device, Timeline(), alias_buffer=alias_buffer)
 
         def copy(num_bytes: int) -> Callable[[SyncConfig], CopySync]:
             def make(settings: SyncConfig) -> CopySync:
@@ -248,7 +248,7 @@ def measure(bench: Bench, shape: dict[str, int]) -> None:
 
             return make
 
-        engine = start(folder, world, shared=flat.share())
+        engine = start(folder, world, aliased=alias_buffer.export())
         bench_ours(bench, trainer, engine, alias, "alias")
         engine.close()
         engine = start(folder, world)

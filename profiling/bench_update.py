@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from hybrid_rl.batch import Prompt, Rollout, TrainBatch, make_train_batch
 from hybrid_rl.config import ModelsConfig, OptimizerConfig, UpdateConfig
 from hybrid_rl.distributed import World, join_world
-from hybrid_rl.engines.deepspeed.engine import TrainEngine
+from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
 from hybrid_rl.models.loading import load_actor
 from hybrid_rl.monitoring.recorder import environment
 from hybrid_rl.planning.shapes import read_shape
@@ -81,7 +81,7 @@ def measure(arguments: argparse.Namespace, path: str, world: World) -> Iterator[
     models = ModelsConfig(actor=path, attention=arguments.attention, fused_layers=arguments.fused_layers)
     shape = read_shape(path, field="models.actor", is_policy=True)
     actor = load_actor(path, models, world.device, field="models.actor")
-    engine = TrainEngine(
+    engine = DeepSpeedEngine(
         actor, OptimizerConfig(lr=1e-6), zero_stage=arguments.zero_stage, total_steps=1000, world=world
     )
     length, num = arguments.prompt_tokens + arguments.response_tokens, arguments.sequences

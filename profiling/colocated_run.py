@@ -43,7 +43,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Left:
+class RunResult:
     """What a run left in its folder; of several ranks, the first one's timeline."""
 
     folder: Path
@@ -102,7 +102,7 @@ def median(rows: Sequence[Mapping[str, float]], name: str) -> float:
 
 def run_colocated(
     settings: Mapping[str, Any], folder: Path, *, num_ranks: int, more: Sequence[str] = (), timeout_s: float
-) -> Left:
+) -> RunResult:
     """Run the command with settings on the first GPUs of this node, or that many ranks on a CPU.
 
     Args:
@@ -139,7 +139,7 @@ def run_colocated(
             signal.signal(signal.SIGTERM, before)
     if code:
         raise RunFailedError(f"{' '.join(command)} ended with code {code}\n{log.read_text()[-TAIL_CHARACTERS:]}")
-    return Left(folder)
+    return RunResult(folder)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

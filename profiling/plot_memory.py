@@ -16,7 +16,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from colocated_run import HERE, PHASES, Left, Window, table, write_csv
+from colocated_run import HERE, PHASES, RunResult, Window, table, write_csv
 
 GIB = 1 << 30
 FROZEN = ("reference", "reward_model")
@@ -75,7 +75,7 @@ def measured(device: Mapping[str, float], by_owner: Mapping[str, float] | None) 
     }
 
 
-def highest(left: Left, window: Window) -> dict[str, float] | None:
+def highest(left: RunResult, window: Window) -> dict[str, float] | None:
     """Return the owners at the highest of all looks at the device in a phase; None without a look."""
     looks = left.counters("device_memory", window)
     if not looks:
@@ -85,7 +85,7 @@ def highest(left: Left, window: Window) -> dict[str, float] | None:
     return measured(looks[place], by_process[place] if len(by_process) == len(looks) else None)
 
 
-def memory_of(left: Left, step: int) -> dict[str, dict[str, dict[str, float]]]:
+def memory_of(left: RunResult, step: int) -> dict[str, dict[str, dict[str, float]]]:
     """Return phase -> `plan` or `measured` -> owner -> bytes of a step; of a phase opened twice, its higher peak."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for window in left.windows(step):
@@ -124,7 +124,7 @@ def plot(memory: Mapping[str, Mapping[str, Mapping[str, float]]], title: str, pa
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
-def last_step(left: Left) -> int:
+def last_step(left: RunResult) -> int:
     """Return the last step that went through every phase; 0 without one."""
     steps = {e["args"]["step"] for e in left.events if e["ph"] == "X" and e["name"] == PHASES[-1]}
     return max(steps, default=0)
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--step", type=int, help="instead of the last")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     arguments = parser.parse_args()
-    left = Left(arguments.run)
+    left = RunResult(arguments.run)
     step = arguments.step or last_step(left)
     memory = memory_of(left, step)
     if not memory:

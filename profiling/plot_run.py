@@ -11,7 +11,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from colocated_run import HERE, Left, write_csv
+from colocated_run import HERE, RunResult, write_csv
 
 COLUMNS = [
     "step",
@@ -36,7 +36,7 @@ RESULTS = HERE / "results"
 
 def main(run_dir: Path) -> None:
     """Write results/<run>.csv and results/<run>.png."""
-    left = Left(run_dir)
+    left = RunResult(run_dir)
     rows = left.rows
     columns = [name for name in COLUMNS if any(name in row for row in rows)]
     write_csv(RESULTS / f"{run_dir.name}.csv", left.environment, [{n: row.get(n, "") for n in columns} for row in rows])

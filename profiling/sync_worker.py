@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from hybrid_rl.engines.vllm.worker import WeightReceiver
+from hybrid_rl.engines.vllm.worker import WorkerExtension
 
 
-class BenchReceiver(WeightReceiver):
+class BenchReceiver(WorkerExtension):
     """Opens a handle for each parameter, as OpenRLHF's worker does, and calls what vLLM's own transfer needs."""
 
     def bench_load(self, message: bytes) -> None:

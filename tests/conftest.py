@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from hybrid_rl.batch import Packed, Prompt, Rollout, make_train_batch, pack
-from hybrid_rl.models.loading import packed_inputs
+from hybrid_rl.models.packed import packed_inputs
 
 ROOT = Path(__file__).parents[1]
 PATHS = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
@@ -146,7 +146,7 @@ def pieces() -> list[Packed]:
 
 @pytest.fixture(scope="session")
 def train_step() -> Callable[[Any], float]:
-    """Return a step of an actor's TrainEngine towards one response; its value is the gradient norm."""
+    """Return a step of an actor's DeepSpeedEngine towards one response; its value is the gradient norm."""
 
     def step(trainer: Any) -> float:
         (packed,) = packed_rows([[5, 9, 3, 8, 0]])

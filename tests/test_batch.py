@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_rl.batch import Prompt, Rollout, join, make_train_batch, pack, split, spread
+from hybrid_rl.batch import Prompt, Rollout, balance, join, make_train_batch, pack, split
 
 EOS = PAD = 2
 CPU = torch.device("cpu")
@@ -171,4 +171,4 @@ def test_every_response_token_is_packed_once(lengths, random):
     ],
 )
 def test_items_go_to_the_rank_with_the_least(lengths, num_ranks, ranks):
-    assert spread(lengths, num_ranks) == ranks
+    assert balance(lengths, num_ranks) == ranks

@@ -34,7 +34,7 @@ def main() -> None:
     """Run as one of two ranks, and leave what came."""
     world = join_world()
     warnings.simplefilter("error")  # as PyTorch's about a tensor that may not be written to
-    received = world.exchange([item(world.rank, receiver) for receiver in range(world.size)])
+    received = world.all_to_all([item(world.rank, receiver) for receiver in range(world.size)])
     torch.save(received, Path(sys.argv[1]) / f"rank{world.rank}.pt")
 
 
@@ -48,7 +48,7 @@ def test_everyone_gets_what_was_meant_for_it(on_two_ranks):
 def test_a_single_rank_keeps_its_item():
     world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
     words = ["mine"]
-    assert world.exchange([words])[0] is words
+    assert world.all_to_all([words])[0] is words
 
 
 if __name__ == "__main__":

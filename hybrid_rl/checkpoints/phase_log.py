@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from hybrid_rl.atomic import write_atomically
 from hybrid_rl.distributed import World
-from hybrid_rl.monitoring.metrics import write_atomically
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class PhaseLog:
             self._calls.clear()
         path = self._folder / f"step_{step:06d}" / f"rank_{self._world.rank}.{name}_{self._calls[name]}.pickle"
         self._calls[name] += 1
-        if all(self._world.gather(path.exists())):
+        if all(self._world.all_gather(path.exists())):
             return pickle.loads(path.read_bytes())
         result = compute()
         path.parent.mkdir(exist_ok=True)

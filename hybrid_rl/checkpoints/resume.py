@@ -2,14 +2,12 @@
 
 import hashlib
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 from hybrid_rl.checkpoints import saver as checkpoint
 from hybrid_rl.checkpoints.phase_log import PhaseLog
 from hybrid_rl.config import Config, as_dict, check
 from hybrid_rl.distributed import World
-from hybrid_rl.engines.deepspeed.engine import TrainEngine
 
 
 def find_checkpoint(config: Config) -> Path | None:
@@ -23,11 +21,11 @@ def find_checkpoint(config: Config) -> Path | None:
     return folder
 
 
-def make_saver(config: Config, world: World, engines: Sequence[TrainEngine]) -> checkpoint.Saver:
+def make_saver(config: Config, world: World, num_bytes: int) -> checkpoint.Saver:
     """Return what writes checkpoints; a disk without room for one is refused now and not after hours."""
     saver = checkpoint.Saver(config.run_dir, keep_last=config.checkpoint.keep_last, world=world)
     if config.checkpoint.every_steps:
-        saver.check_space(sum(engine.learned_bytes for engine in engines) // world.size)
+        saver.check_space(num_bytes // world.size)
     return saver
 
 

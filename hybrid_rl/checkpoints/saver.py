@@ -6,22 +6,17 @@ import os
 import random
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
+from hybrid_rl.atomic import write_atomically
 from hybrid_rl.checkpoints.snapshot import Snapshot
 from hybrid_rl.config import check
 from hybrid_rl.distributed import World
-from hybrid_rl.engines.deepspeed.engine import TrainEngine
-from hybrid_rl.models.lora import save_adapter
-from hybrid_rl.monitoring.metrics import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +61,7 @@ class Saver:
         self._run_dir = run_dir
         self._keep_last = keep_last
         self._world = world
-        self._line = world.second_line()
+        self._line = world.duplicate_group()
         self._taken: dict[str, Snapshot] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -89,7 +84,7 @@ class Saver:
         found = self._run_dir
         while not found.exists():
             found = found.parent
-        wanted, free = sum(self._world.gather(num_bytes)), self._world.gather(shutil.disk_usage(found).free)[0]
+        wanted, free = sum(self._world.all_gather(num_bytes)), self._world.all_gather(shutil.disk_usage(found).free)[0]
         check(
             wanted <= free,
             f"a checkpoint takes {wanted:,} bytes and {found} has {free:,} free: clear some, lower "
@@ -170,7 +165,7 @@ def write(
         torch.save(rng, partial / f"rng_rank{world.rank}.pt")
     except Exception as error:
         failure = f"rank {world.rank}: {type(error).__name__}: {error}"
-    failures = [text for text in world.gather(failure) if text]
+    failures = [text for text in world.all_gather(failure) if text]
     if failures:
         raise OSError(f"the checkpoint of step {step} could not be written; " + "; ".join(failures))
     if world.is_main:
@@ -201,70 +196,6 @@ def load_rng(folder: Path, world: World) -> None:
     """Set this rank's random generators as they were; a rank that was not there then takes those of another one."""
     saved_rank = world.rank % read_state(folder)["world_size"]
     _set_rng_state(torch.load(folder / f"rng_rank{saved_rank}.pt", weights_only=False))
-
-
-def export(folder: Path, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase, world: World) -> None:
-    """Write actor and tokenizer as a Hugging Face folder that transformers and vLLM load; a collective under ZeRO-3.
-
-    Low-rank adapters are merged into the weights.
-    """
-    with actor.gathered([name for name, _, _ in actor.named_shapes()]) as tensors:
-        export_weights(folder, actor, tensors, tokenizer, world)
-
-
-def export_best(
-    folder: Path, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase, world: World, *, accuracy: float, step: int
-) -> bool:
-    """Export the actor if this accuracy beats that of the folder's, and note it in best.json; return whether it did.
-
-    Args:
-        accuracy: of the actor as it is, the same on every rank.
-        step: optimizer has finished this one.
-    """
-    note = folder / "best.json"
-    before = json.loads(note.read_text())["accuracy"] if world.is_main and note.exists() else None
-    is_better = world.gather(before is None or accuracy > before)[0]
-    if is_better:
-        export(folder, actor, tokenizer, world)
-        if world.is_main:
-            note.write_text(json.dumps({"step": step, "accuracy": accuracy}) + "\n")
-    return is_better
-
-
-def export_weights(
-    folder: Path, actor: TrainEngine, tensors: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase, world: World
-) -> None:
-    """Write such a folder with other weights than the actor's own; only those of rank 0 count."""
-    if world.is_main:
-        with _replaced_when_whole(folder) as partial:
-            actor.model.save_pretrained(partial, state_dict={name: t.cpu() for name, t in tensors.items()})
-            tokenizer.save_pretrained(partial)
-    world.barrier()
-
-
-def export_adapter(folder: Path, actor: TrainEngine, world: World) -> None:
-    """Write the actor's adapter for peft.PeftModel.from_pretrained on its base; a collective under ZeRO-3.
-
-    Raises:
-        ValueError: the actor has no adapter.
-    """
-    if not actor.has_adapters:
-        raise ValueError("the actor has no adapter to export; models.lora.rank is 0")
-    tensors = actor.adapter()
-    if world.is_main:
-        with _replaced_when_whole(folder) as partial:
-            save_adapter(partial, actor.model, tensors)
-    world.barrier()
-
-
-@contextmanager
-def _replaced_when_whole(folder: Path) -> Iterator[Path]:
-    """Yield the place to write to; it becomes the folder when the body is done."""
-    partial = folder.with_name(f".partial-{folder.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    yield partial
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(partial, folder)
 
 
 def _rng_state() -> dict[str, Any]:

@@ -9,10 +9,10 @@ from hybrid_rl.batch import Prompt
 from hybrid_rl.config import Config
 from hybrid_rl.data.prompts import PromptLoader, load_prompts
 from hybrid_rl.data.template import load_template
+from hybrid_rl.data.texts import load_texts
 from hybrid_rl.distributed import World
 from hybrid_rl.models.loading import check_models, eos_token_ids, load_other_tokenizer, load_tokenizer
 from hybrid_rl.rewards import ScorerPool
-from hybrid_rl.steps.ptx import load_texts
 
 
 @dataclass(frozen=True, kw_only=True)

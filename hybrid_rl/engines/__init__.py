@@ -1,17 +1,15 @@
-"""What the loop asks of an engine that generates; engines/vllm.py and engines/hf.py answer.
+"""The two engines of a run as protocols: one generates responses, one trains a model. Implementations lie beside."""
 
-A protocol here, below the steps, because rollout.py and sync.py both speak to it and never to each other.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
-from hybrid_rl.memory.phases import Phase
-from hybrid_rl.weights.bucket import Slot
+from torch import Tensor
 
-Region = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Part of a tensor: size, stride and storage offset, in elements of the contiguous tensor."""
+from hybrid_rl.checkpoints.snapshot import Snapshot
+from hybrid_rl.weights.protocols import NamedShape, WeightReceiver
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +20,7 @@ class Sampling:
     """0 is greedy."""
     max_tokens: int
     stop_token_ids: tuple[int, ...]
-    """Sampling one ends the response and keeps the token."""
+    """Sampling one of them ends the response; the response keeps the token."""
     stop_strings: tuple[str, ...] = ()
     """The token that completes one in the response's text, special tokens included, ends the response and is kept."""
 
@@ -33,15 +31,12 @@ class Generation:
 
     token_ids: list[int]
     logprobs: list[float]
-    """Of each token under the sampling distribution (temperature applied); empty for greedy sampling."""
+    """Log-probability of each token, temperature applied; empty for greedy sampling."""
     is_truncated: bool
 
 
-class RolloutEngine(Protocol):
-    """An engine that generates with weights handed over by the trainer."""
-
-    weights_version: int
-    """Counts completed hand-overs; 0 means the weights are not the trainer's yet."""
+class RolloutEngine(WeightReceiver, Protocol):
+    """An engine that generates responses with the trainer's weights, which weight sync brings."""
 
     def generate(
         self, prompts: Sequence[list[int]], sampling: Sampling, seeds: Sequence[int] | None
@@ -51,30 +46,6 @@ class RolloutEngine(Protocol):
 
     def seed(self, seed: int) -> None:
         """Seed the engine's own generator, which requests without a seed use."""
-        ...
-
-    def open_bucket(self, handle: bytes, plan: list[list[Slot]]) -> None:
-        """Map the trainer's bucket and remember what each fill of it will hold."""
-        ...
-
-    def receive(self, index: int) -> None:
-        """Begin to copy the plan's bucket `index`, now filled, into the weights; all that came before it is copied.
-
-        So every other bucket may be overwritten when this returns, and this one when the next receive or finish_push
-        does. What fails in copying is raised here, by a later receive, or by the next call of another method.
-        """
-        ...
-
-    def finish_push(self) -> None:
-        """Forget everything computed with older weights and count a hand-over.
-
-        Raises:
-            RuntimeError: an engine parameter that no tensor of the plan fills, by name.
-        """
-        ...
-
-    def checksums(self, names: Sequence[str]) -> list[dict[str, list[tuple[Region, int]]]]:
-        """Return, per engine worker and tensor, the checksum of each region of the tensor that the worker holds."""
         ...
 
     def unmap(self, tag: str) -> None:
@@ -90,23 +61,94 @@ class RolloutEngine(Protocol):
         ...
 
 
-class EngineTenant:
-    """The `weights` or the `kv_cache` of a rollout engine; dropped on release, and empty after a restore."""
+class TrainEngine(Protocol):
+    """A model with its gradients and its optimizer, sharded over the ranks."""
 
-    def __init__(self, engine: RolloutEngine, tag: str, *, filled_in: Phase | None) -> None:
-        self.is_resident = True
-        self.filled_in = filled_in
-        self._engine = engine
-        self._tag = tag
+    @property
+    def module(self) -> Any:
+        """The Actor or ValueModel, without the engine's wrapping."""
+        ...
 
-    def release(self) -> int:
-        """Let the engine unmap it."""
-        self._engine.unmap(self._tag)
-        self.is_resident = False
-        return 0
+    @property
+    def model(self) -> Any:
+        """The Hugging Face model inside the module."""
+        ...
 
-    def restore(self) -> int:
-        """Let the engine map it again."""
-        self._engine.map(self._tag)
-        self.is_resident = True
-        return 0
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next optimizer step."""
+        ...
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether only low-rank adapters are trained, and the model itself is frozen."""
+        ...
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of the engine's part of a checkpoint, over all ranks."""
+        ...
+
+    def forward(self, **inputs: Any) -> Any:
+        """Run the model; under ZeRO-3 every rank must call it equally often."""
+        ...
+
+    def reference_forward(self, **inputs: Any) -> Any:
+        """Run the model without its adapters and without gradient."""
+        ...
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Add the gradient of a loss that is normalised over all ranks and micro-batches of an optimizer step."""
+        ...
+
+    def step(self) -> float:
+        """Clip, take an optimizer step and a schedule step; return the gradient norm before clipping."""
+        ...
+
+    def named_shapes(self) -> list[NamedShape]:
+        """Return name, full shape and dtype of every weight; adapters are merged into the weights that they change."""
+        ...
+
+    def gathered(self, names: Sequence[str]) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """Yield the named weights unsharded; a collective where ranks hold shards of them."""
+        ...
+
+    def adapter(self) -> dict[str, Tensor]:
+        """Return the adapters under the names of peft's files, on the host; under ZeRO-3 a collective."""
+        ...
+
+    def offload(self) -> None:
+        """Move gradients, float32 master weights and optimizer moments to the host."""
+        ...
+
+    def reload(self) -> None:
+        """Move them back to the device."""
+        ...
+
+    def optimizer_tensors(self) -> list[Tensor]:
+        """Return this rank's float32 master weights and moments; the moments are allocated if they do not exist."""
+        ...
+
+    def optimizer_bytes(self) -> int:
+        """Return the bytes that offload moves on this rank."""
+        ...
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """Return the buffers in which gradients are reduced; they may be zeroed between two steps."""
+        ...
+
+    def weight_tensors(self) -> list[Tensor]:
+        """Return the weights and buffers that forward reads, this rank's shard of them under ZeRO-3."""
+        ...
+
+    def drop_gathered(self) -> None:
+        """Free the unsharded weights that ZeRO-3 keeps for the next forward."""
+        ...
+
+    def snapshot(self) -> Snapshot:
+        """Return this rank's part of the training state, copied to the host; every rank calls it."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Read what the ranks' snapshots wrote, for any number of ranks and any ZeRO stage."""
+        ...

@@ -10,8 +10,9 @@ import torch
 
 from hybrid_rl.config import Config, check
 from hybrid_rl.distributed import World
-from hybrid_rl.engines import Generation, Region, RolloutEngine, Sampling
-from hybrid_rl.weights.bucket import Slot, joint_handle, place_of
+from hybrid_rl.engines import Generation, RolloutEngine, Sampling
+from hybrid_rl.weights.bucket import Slot, device_key, joint_handle
+from hybrid_rl.weights.protocols import TensorSlice
 
 T = TypeVar("T")
 Request = tuple[list[list[int]], Sequence[int] | None, int | None]
@@ -33,7 +34,7 @@ def check_groups(config: Config, world: World) -> None:
     Raises:
         ConfigError: they cannot.
     """
-    on_nodes = world.gather(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    on_nodes = world.all_gather(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     for name, size in group_sizes(config).items():
         field, odd = f"{name} = {size}", [number for number in on_nodes if number % size]
         check(world.size % size == 0, f"{field}: must divide the number of ranks, {world.size}")
@@ -63,7 +64,7 @@ def lead(ranks: World, work: Callable[[], T]) -> T:
             result = work()
         except Exception as caught:
             error = caught
-    result, told = ranks.gather((result, _portable(error)))[0]
+    result, told = ranks.all_gather((result, _portable(error)))[0]
     if error or told:
         raise error or told
     return cast(T, result)
@@ -88,14 +89,14 @@ class GroupEngine:
         """Start the engine on the first rank.
 
         Args:
-            ranks: of the group, see World.consecutive.
+            ranks: of the group, see World.model_parallel_group.
             start: gets the names of the group's GPUs, see visible_name.
         """
         self._ranks = ranks
         self._engines: list[RolloutEngine] = []  # one where this rank leads
         self._seed: int | None = None
         self.weights_version = 0
-        gpus = ranks.gather(visible_name(ranks.device))
+        gpus = ranks.all_gather(visible_name(ranks.device))
         lead(ranks, lambda: self._engines.append(start(gpus)))
 
     def _ask(self, work: Callable[[RolloutEngine], T]) -> T:
@@ -105,7 +106,7 @@ class GroupEngine:
         self, prompts: Sequence[list[int]], sampling: Sampling, seeds: Sequence[int] | None
     ) -> list[Generation]:
         """Return one response per prompt of this rank, in order; sampling is the same on all ranks."""
-        requests = self._ranks.gather((list(prompts), seeds, self._seed))
+        requests = self._ranks.all_gather((list(prompts), seeds, self._seed))
         self._seed = None
         responses = self._ask(lambda engine: _generate(engine, requests, sampling))
         first = sum(len(theirs) for theirs, _, _ in requests[: self._ranks.rank])
@@ -121,27 +122,27 @@ class GroupEngine:
         Raises:
             RuntimeError: two ranks are on one GPU.
         """
-        handles = self._ranks.gather((place_of(self._ranks.device, self._ranks.rank), handle))
+        handles = self._ranks.all_gather((device_key(self._ranks.device, self._ranks.rank), handle))
         places = [place for place, _ in handles]
         if len(set(places)) < len(places):
             raise RuntimeError(f"the ranks of an engine must have a GPU each; theirs are {places}")
         joint = joint_handle(dict(handles))
         self._ask(lambda engine: engine.open_bucket(joint, plan))
 
-    def receive(self, index: int) -> None:
+    def load_bucket(self, index: int) -> None:
         """Begin to copy the plan's bucket `index` of every rank; on none has one before it still to be copied."""
-        self._ask(lambda engine: engine.receive(index))
+        self._ask(lambda engine: engine.load_bucket(index))
 
-    def finish_push(self) -> None:
+    def finish_sync(self) -> None:
         """Forget everything computed with older weights and count a hand-over, the same on all ranks."""
 
         def finish(engine: RolloutEngine) -> int:
-            engine.finish_push()
+            engine.finish_sync()
             return engine.weights_version
 
         self.weights_version = self._ask(finish)
 
-    def checksums(self, names: Sequence[str]) -> list[dict[str, list[tuple[Region, int]]]]:
+    def checksums(self, names: Sequence[str]) -> list[dict[str, list[tuple[TensorSlice, int]]]]:
         """Return the checksums of all engine workers, on all ranks."""
         return self._ask(lambda engine: engine.checksums(names))
 

@@ -7,16 +7,18 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerBase
 
-from hybrid_rl.engines import Generation, Region, Sampling
+from hybrid_rl.engines import Generation, Sampling
 from hybrid_rl.models.loading import dense_attention, load_tokenizer
-from hybrid_rl.weights.bucket import SharedWeights, Slot, checksum, open_shared
+from hybrid_rl.weights.bucket import AliasedWeights, Slot, open_ipc_bucket
+from hybrid_rl.weights.checksum import checksum
+from hybrid_rl.weights.protocols import TensorSlice
 
 
-class HfEngine:
+class HuggingFaceEngine:
     """A copy of the actor in this process; see hybrid_rl.engines.RolloutEngine for its contract."""
 
     def __init__(
-        self, model: str, *, dtype: torch.dtype, device: torch.device, shared: SharedWeights | None = None
+        self, model: str, *, dtype: torch.dtype, device: torch.device, aliased: AliasedWeights | None = None
     ) -> None:
         attention = dense_attention(model)
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation=attention)
@@ -27,9 +29,9 @@ class HfEngine:
         self._weights_valid = False
         self._received: set[str] = set()
         self.weights_version = 0
-        if shared:
-            bucket = open_shared(shared.handle, device)
-            for slot in shared.slots:
+        if aliased:
+            bucket = open_ipc_bucket(aliased.handle, device)
+            for slot in aliased.slots:
                 self._parameters[slot.name].data = slot.view(bucket)
                 self._received.add(slot.name)
 
@@ -39,7 +41,7 @@ class HfEngine:
     ) -> list[Generation]:
         """Return one response per prompt, in order; prompts of equal length run together, so nothing is padded."""
         if not self._weights_valid:
-            raise RuntimeError("generate: the engine's weights were dropped or never filled; push the trainer's first")
+            raise RuntimeError("generate: the engine's weights were dropped or never filled; sync the trainer's first")
         results: dict[int, Generation] = {}
         for length in sorted({len(ids) for ids in prompts}):
             rows = [i for i, ids in enumerate(prompts) if len(ids) == length]
@@ -102,10 +104,10 @@ class HfEngine:
     def open_bucket(self, handle: bytes, plan: list[list[Slot]]) -> None:
         """Map the trainer's bucket and remember what each fill of it will hold."""
         self._plan = plan
-        self._bucket = open_shared(handle, self._device)
+        self._bucket = open_ipc_bucket(handle, self._device)
 
     @torch.no_grad()
-    def receive(self, index: int) -> None:
+    def load_bucket(self, index: int) -> None:
         """Copy bucket `index` into the parameters."""
         self._weights_valid = False
         for slot in self._plan[index]:
@@ -114,7 +116,7 @@ class HfEngine:
             self._parameters[slot.name].copy_(slot.view(self._bucket))
             self._received.add(slot.name)
 
-    def finish_push(self) -> None:
+    def finish_sync(self) -> None:
         """Count a hand-over; every parameter must have been filled."""
         missing = sorted(set(self._parameters) - self._received)
         if missing:
@@ -122,9 +124,9 @@ class HfEngine:
         self._weights_valid = True
         self.weights_version += 1
 
-    def checksums(self, names: Sequence[str]) -> list[dict[str, list[tuple[Region, int]]]]:
+    def checksums(self, names: Sequence[str]) -> list[dict[str, list[tuple[TensorSlice, int]]]]:
         """Return the checksum of every named parameter, each as one whole region."""
-        held: dict[str, list[tuple[Region, int]]] = {}
+        held: dict[str, list[tuple[TensorSlice, int]]] = {}
         for name in names:
             flat = self._parameters[name].flatten()
             held[name] = [(((len(flat),), (1,), 0), checksum(flat))]

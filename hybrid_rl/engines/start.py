@@ -6,7 +6,7 @@ import torch
 
 from hybrid_rl.config import Config
 from hybrid_rl.engines import RolloutEngine
-from hybrid_rl.weights.bucket import SharedWeights
+from hybrid_rl.weights.bucket import AliasedWeights
 
 
 def start_engine(
@@ -15,7 +15,7 @@ def start_engine(
     dtype: torch.dtype,
     device: torch.device,
     rank: int,
-    shared: SharedWeights | None = None,
+    aliased: AliasedWeights | None = None,
     gpus: Sequence[str] = (),
 ) -> RolloutEngine:
     """Return a running engine with the actor's architecture; its weights wait for the first hand-over or are shared.
@@ -26,9 +26,9 @@ def start_engine(
         gpus: names of those that the engine spans, see group.visible_name; none for this rank's own.
     """
     if config.rollout.engine == "hf":
-        from hybrid_rl.engines.huggingface import HfEngine
+        from hybrid_rl.engines.huggingface import HuggingFaceEngine
 
-        return HfEngine(config.models.actor, dtype=dtype, device=device, shared=shared)
+        return HuggingFaceEngine(config.models.actor, dtype=dtype, device=device, aliased=aliased)
     from hybrid_rl.engines.vllm.engine import VllmEngine  # takes seconds to import
 
     return VllmEngine(
@@ -38,6 +38,6 @@ def start_engine(
         max_model_len=config.prompts.max_prompt_tokens + config.rollout.max_response_tokens,
         can_sleep=device.type == "cuda" and config.memory.swap != "off",
         seed=config.run.seed * 1000 + rank,
-        shared=shared,
+        aliased=aliased,
         gpus=gpus,
     )

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
-from hybrid_rl.monitoring.metrics import Timeline
+from hybrid_rl.monitoring.timeline import Timeline
 from hybrid_rl_kernels.vmm_pool import released_bytes
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

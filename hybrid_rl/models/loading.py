@@ -31,7 +31,7 @@ from hybrid_rl.models.packed import (
     settle_layout,
 )
 from hybrid_rl.models.sequence_parallel import check_heads
-from hybrid_rl.models.tensor_parallel import check_cuts
+from hybrid_rl.models.tensor_parallel import check_shard_plan
 
 __all__ = [
     "Actor",
@@ -140,7 +140,7 @@ def _check_classes(config: Config, configs: dict[str, PretrainedConfig]) -> None
             check_heads(model_config, config.update.sequence_parallel_size, where=field)
         is_trained, size = field in ("models.actor", "models.critic"), config.update.tensor_parallel_size
         if is_trained and size > 1:
-            check_cuts(_empty(model_class, model_config, is_policy=is_policy)[0], size)
+            check_shard_plan(_empty(model_class, model_config, is_policy=is_policy)[0], size)
         if is_trained and lora.rank and lora.target_modules:
             model, head = _empty(model_class, model_config, is_policy=is_policy)
             check_targets(model, lora, heads=[head])

@@ -14,7 +14,7 @@ from hybrid_rl.batch import Packed
 from hybrid_rl.config import ModelsConfig, check
 from hybrid_rl.distributed import World
 from hybrid_rl.models.attention import PACKED, packing_arguments
-from hybrid_rl.models.sequence_parallel import TokenShare, pad_to_share
+from hybrid_rl.models.sequence_parallel import TokenSlice, pad_to_ranks
 from hybrid_rl_kernels import fused_logprobs, token_loss_one_pass
 
 _logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class PackedModel(nn.Module):
         """
         if not self.is_padded:
             rank, size = (self.ranks.rank, self.ranks.size) if self.ranks else (0, 1)
-            ids, positions, ends, longest = pad_to_share(input_ids, position_ids, cu_seqlens, max_length, size)
+            ids, positions, ends, longest = pad_to_ranks(input_ids, position_ids, cu_seqlens, max_length, size)
             arguments = packing_arguments(self.model, ends, longest, ids.shape[1])
             own = {"input_ids": ids.chunk(size, dim=1)[rank], "position_ids": positions.chunk(size, dim=1)[rank]}
             return own | arguments
@@ -160,7 +160,7 @@ class Actor(PackedModel):
         head = self.model.get_output_embeddings()
         if self.ranks is None:
             return head(hidden[index], targets, temperature, loss_of_logprobs)
-        share = TokenShare(self.ranks, input_ids.shape[1], index)
+        share = TokenSlice(self.ranks, input_ids.shape[1], index)
         own_loss = share.shifted(loss_of_logprobs)
         *losses, logprobs, entropy = head(hidden[share.index], targets[share.read], temperature, own_loss)
         return (*map(share.total, losses), *share.join(logprobs, entropy))
@@ -176,7 +176,7 @@ class ValueModel(PackedModel):
         hidden = self.hidden(input_ids, position_ids, cu_seqlens, max_length)
         if self.ranks is None:
             return self.model.score(hidden[index])
-        share = TokenShare(self.ranks, input_ids.shape[1], index)
+        share = TokenSlice(self.ranks, input_ids.shape[1], index)
         return share.join(self.model.score(hidden[share.index]))[0]
 
 

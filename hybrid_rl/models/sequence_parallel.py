@@ -45,7 +45,7 @@ def check_head_counts(heads: int, key_heads: int, size: int, *, where: str) -> N
     )
 
 
-def pad_to_share(
+def pad_to_ranks(
     input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_length: int, num_ranks: int
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """Return packed tokens, see Packed, with one more sequence if their number must grow to divide by num_ranks."""
@@ -80,7 +80,7 @@ class _Join(torch.autograd.Function):
         return gradients[0][ctx.places], None, None, None
 
 
-class TokenShare:
+class TokenSlice:
     """What this rank computes of one micro-batch: N tokens, of which R are read by the head."""
 
     def __init__(self, ranks: World, num_tokens: int, index: Tensor) -> None:
@@ -117,6 +117,6 @@ def apply_together(ranks: World | None, items: Sequence[T], compute: Callable[[l
     """Return compute's rows for this rank's items, when the ranks compute those of all their items together."""
     if ranks is None:
         return compute(list(items))
-    parts = ranks.gather(list(items))
+    parts = ranks.all_gather(list(items))
     rows = compute([item for part in parts for item in part])
     return rows.split([len(part) for part in parts])[ranks.rank]

@@ -22,7 +22,7 @@ WHOLE = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cuts:
+class ShardPlan:
     """The layers that matter, by their names in the model."""
 
     rows: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class Cuts:
         return 0 if owner in self.rows else None
 
 
-def planned_cuts(model: Any) -> Cuts:
+def shard_plan(model: Any) -> ShardPlan:
     """Return what the plan of a Hugging Face model, which may be on the meta device, says; nothing without a plan."""
     plan = _plan(model)
     names: dict[str, list[str]] = {ROWS: [], COLUMNS: [], SUMMED: []}
@@ -48,17 +48,17 @@ def planned_cuts(model: Any) -> Cuts:
         style = plan.get(re.sub(r"\b\d+\b", "*", name))
         if style in names:
             names[style].append(f"{model.base_model_prefix}.{name}")
-    return Cuts(rows=tuple(names[ROWS]), columns=tuple(names[COLUMNS]), summed=tuple(names[SUMMED]))
+    return ShardPlan(rows=tuple(names[ROWS]), columns=tuple(names[COLUMNS]), summed=tuple(names[SUMMED]))
 
 
-def check_cuts(model: Any, size: int) -> Cuts:
-    """Return how a model is cut over `size` ranks, see planned_cuts.
+def check_shard_plan(model: Any, size: int) -> ShardPlan:
+    """Return how a model is cut over `size` ranks, see shard_plan.
 
     Raises:
         ConfigError: its plan cuts nothing, or in a way that is not known here; heads or matrices do not divide.
     """
     field, name = f"update.tensor_parallel_size = {size}", type(model).__name__
-    plan, cuts, config = _plan(model), planned_cuts(model), model.config.get_text_config()
+    plan, cuts, config = _plan(model), shard_plan(model), model.config.get_text_config()
     unknown = sorted(set(plan.values()) - {ROWS, COLUMNS, SUMMED, *WHOLE})
     check(not unknown, f"{field}: transformers' plan of {name} cuts by {', '.join(unknown)}, not known here; use 1")
     check(bool(cuts.rows), f"{field}: transformers has no plan that cuts a layer of {name}; use 1")

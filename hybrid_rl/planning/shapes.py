@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hybrid_rl.config import LoraConfig
 from hybrid_rl.models.loading import empty_model
-from hybrid_rl.models.tensor_parallel import planned_cuts
+from hybrid_rl.models.tensor_parallel import shard_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,7 @@ def read_shape(path: str, *, field: str, is_policy: bool) -> ModelShape:
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    linears, cuts = _linears(model, head), planned_cuts(model)
+    linears, cuts = _linears(model, head), shard_plan(model)
     return ModelShape(
         architecture=type(model).__name__,
         model_type=model.config.model_type,

@@ -21,22 +21,22 @@ class Rates:
 
     matmul_flops: float = 790e12
     """Dense bf16, per second; what cuBLAS reaches at best; measured at [8192, 4096] x [4096, 128256]: 683e12."""
-    forward_share: float = 0.65
+    forward_efficiency: float = 0.65
     """Of that rate in a forward; measured in SCORE of a 1.5B GRPO run on an H200, in packs of 98304 tokens.
 
     This and the two after it are with Liger's kernels and launches that wait for nothing; 0.45 and 0.65 before them.
     """
-    update_share: float = 0.87
+    update_efficiency: float = 0.87
     """The same in forward and backward, beside `launch_s`."""
     launch_s: float = 1.6e-3
     """What a micro-batch takes per layer beside its products, once forward and twice backward, much of it on the host.
 
-    This and update_share are of actors of 1.5B on an H200: 7.4 s in 16 micro-batches of 24576 tokens; a quarter of the
-    batch 2.0 s in 4 of them, 2.8 in 13 of 8192, 5.4 in 26 of 4096.
+    This and update_efficiency are of actors of 1.5B on an H200: 7.4 s in 16 micro-batches of 24576 tokens; a quarter of
+    the batch 2.0 s in 4 of them, 2.8 in 13 of 8192, 5.4 in 26 of 4096.
     """
     memory_bytes_per_s: float = 3.01e12
     """Device memory, read and written; measured."""
-    decode_share: float = 0.4
+    decode_efficiency: float = 0.4
     """Of that in a decode step: an assumption."""
     host_s_per_step: float = 2.4e-3
     """What a decode step takes on the engine's core, of an H200's host, for however few sequences."""
@@ -89,8 +89,8 @@ def bus_seconds(plan: Plan, swap: str, rates: Rates) -> float:
     if swap == "off":
         return 0.0
     seconds = 0.0
-    for row in plan.rows:
-        by_deepspeed = swap == "deepspeed" and row.name.endswith("_states")
+    for row in plan.allocations:
+        by_deepspeed = swap == "deepspeed" and row.name.endswith("_optimizer")
         out = rates.deepspeed_out_bytes_per_s if by_deepspeed else rates.bus_out_bytes_per_s
         back = rates.deepspeed_in_bytes_per_s if by_deepspeed else rates.bus_in_bytes_per_s
         seconds += row.out_bytes / out + row.in_bytes / back
@@ -144,7 +144,7 @@ class _Work:
         shares = self._config.rollout.group_size if self._config.rollout.prefix_caching else 1
         tokens = -(-self._sequences // shares) * self._prompt
         flops = self._forward(tokens, self._prompt, head_tokens=self._sequences)
-        return flops / (self._rates.matmul_flops * self._rates.forward_share)
+        return flops / (self._rates.matmul_flops * self._rates.forward_efficiency)
 
     def decode(self, plan: Plan) -> tuple[float, str]:
         """Return the seconds of all decode steps and what bounds them.
@@ -162,7 +162,7 @@ class _Work:
         token_bytes = shape.kv_bytes_per_token(self._dtype_bytes, num_gpus=size)
         cache = at_once * (self._prompt + self._response / 2) * token_bytes
         read = engines * shape.num_params * self._dtype_bytes / size + cache
-        by_memory = read / (rates.memory_bytes_per_s * rates.decode_share)
+        by_memory = read / (rates.memory_bytes_per_s * rates.decode_efficiency)
         by_host = rates.host_s_per_step + at_once / engines * rates.host_s_per_sequence
         seconds = waves * self._response * max(by_memory, by_host)
         return seconds, "host" if by_host > by_memory else "bandwidth"
@@ -175,7 +175,7 @@ class _Work:
             head_tokens = 0 if name in ("critic", "reward") else responses
             tokens = self._tokens if is_cut else size * self._tokens
             flops += self._forward(tokens, length, head_tokens=head_tokens, name=name)
-        return flops / (self._rates.matmul_flops * self._rates.forward_share)
+        return flops / (self._rates.matmul_flops * self._rates.forward_efficiency)
 
     def _scored(self) -> Iterator[tuple[str, bool]]:
         """Yield the shape of each forward of SCORE, and whether tensor parallel ranks hold the model between them."""
@@ -203,7 +203,9 @@ class _Work:
         head = getattr(self._shapes, name).head_flops(sharers * self._sequences * self._response)
         factor = (2 if models.lora.rank else 3) + models.gradient_checkpointing
         launching = factor * getattr(self._shapes, name).num_layers * self._num_micro_batches * self._rates.launch_s
-        return launching + epochs * (factor * body + 4 * head) / (self._rates.matmul_flops * self._rates.update_share)
+        return launching + epochs * (factor * body + 4 * head) / (
+            self._rates.matmul_flops * self._rates.update_efficiency
+        )
 
     @property
     def _num_micro_batches(self) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.algorithms.advantage import masked_sums, overlong_penalty
-from hybrid_rl.batch import Rollout, TrainBatch, make_train_batch, spread
+from hybrid_rl.batch import Rollout, TrainBatch, balance, make_train_batch
 from hybrid_rl.config import RewardConfig
 from hybrid_rl.distributed import World
 from hybrid_rl.rewards import RemoteScorer, RunningNormalizer, ScorerPool
@@ -69,7 +69,7 @@ class Scored:
         return sums | {"reward/score": float(self.scores.sum()), "reward/num_failed": float(self.num_failed)}
 
 
-def score_rollouts(rollouts: Sequence[Rollout], sources: RewardSources, config: RewardConfig) -> Scored:
+def score_responses(rollouts: Sequence[Rollout], sources: RewardSources, config: RewardConfig) -> Scored:
     """Return the responses with their scores: model_weight * model + remote_weight * remote + weighted functions.
 
     Raises:
@@ -125,7 +125,7 @@ class Filter:
     def _groups(self) -> list[int]:
         assert self._kept is not None
         mine = {rollout.prompt.prompt_id for rollout in self._kept.rollouts}
-        return sorted({prompt_id for ids in self._world.gather(mine) for prompt_id in ids})
+        return sorted({prompt_id for ids in self._world.all_gather(mine) for prompt_id in ids})
 
     def take(self, num_groups: int, *, seed: int) -> tuple[Scored, dict[str, float]]:
         """Return this rank's part of at most num_groups groups, drawn by the seed, and what was sampled for them.
@@ -153,31 +153,31 @@ class Filter:
         return self._kept.select(rows), metrics
 
 
-def spread_by_tokens(scored: Scored, world: World, batch_world: World) -> Scored:
+def balance_by_tokens(scored: Scored, world: World, data_parallel: World) -> Scored:
     """Return this rank's share of all ranks' responses, so that the ranks score about as many tokens each.
 
     A rank that drew the long responses would keep the others waiting. Groups stay together: their baselines need that.
-    For the updates, update.spread_mini_batches spreads them anew.
+    For the updates, update.balance_mini_batches spreads them anew.
 
     Args:
         world: all ranks.
-        batch_world: see Run; ranks that have the same place in it get the same share.
+        data_parallel: see Run; ranks that have the same place in it get the same share.
     """
     if world.size == 1:
         return scored
     sizes: dict[int, int] = defaultdict(int)
     for rollout in scored.rollouts:
         sizes[rollout.prompt.prompt_id] += len(rollout.prompt.token_ids) + len(rollout.response_ids)
-    everyone = {group: size for part in world.gather(dict(sizes)) for group, size in part.items()}
+    everyone = {group: size for part in world.all_gather(dict(sizes)) for group, size in part.items()}
     groups = sorted(everyone)
-    share_of = dict(zip(groups, spread([everyone[g] for g in groups], batch_world.size), strict=True))
-    rows_of: list[list[int]] = [[] for _ in range(batch_world.size)]
+    share_of = dict(zip(groups, balance([everyone[g] for g in groups], data_parallel.size), strict=True))
+    rows_of: list[list[int]] = [[] for _ in range(data_parallel.size)]
     for row, rollout in enumerate(scored.rollouts):
         rows_of[share_of[rollout.prompt.prompt_id]].append(row)
     parts = [replace(scored.select(rows), num_failed=0) for rows in rows_of]
-    parts[batch_world.rank] = replace(parts[batch_world.rank], num_failed=scored.num_failed)  # counted where it was
-    num_alike = world.size // batch_world.size  # neighbours
-    received = world.exchange([parts[rank // num_alike] for rank in range(world.size)])
+    parts[data_parallel.rank] = replace(parts[data_parallel.rank], num_failed=scored.num_failed)  # counted where it was
+    num_alike = world.size // data_parallel.size  # neighbours
+    received = world.all_to_all([parts[rank // num_alike] for rank in range(world.size)])
     share = functools.reduce(Scored.__add__, received)
     return share.select(sorted(range(len(share.rollouts)), key=lambda row: share.rollouts[row].sequence_id))
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from hybrid_rl.checkpoints.snapshot import Parts, Snapshot
 from hybrid_rl.config import check
 from hybrid_rl.distributed import World
-from hybrid_rl.engines.deepspeed.engine import TrainEngine
-from hybrid_rl.memory.phases import FrozenModule, PooledModule
-from hybrid_rl.models.loading import PackedModel
+from hybrid_rl.engines import TrainEngine
+from hybrid_rl.memory.tenants import FrozenModule, PooledModule
+from hybrid_rl.models.packed import PackedModel
 from hybrid_rl.weights.bucket import plan_buckets
 
 _GATHERED_BYTES = 1 << 30  # of whole weights at once, where ZeRO-3 keeps only shards
@@ -92,7 +92,7 @@ class MovingReference:
         return {name: p.detach() for name, p in self._module.named_parameters()}
 
 
-class HostAverage:
+class MovingAverage:
     """The exponential moving average of the policy, in float32 in the host memory of rank 0; others hold nothing.
 
     ema = decay * ema + (1 - decay) * actor, from the weights that the actor has when this is made.

@@ -21,7 +21,7 @@ from hybrid_rl.algorithms.loss import kl_estimate
 from hybrid_rl.batch import Packed, TrainBatch, pack, split
 from hybrid_rl.config import AdvantageConfig, UpdateConfig
 from hybrid_rl.distributed import World
-from hybrid_rl.models.loading import packed_inputs
+from hybrid_rl.models.packed import packed_inputs
 from hybrid_rl_kernels import Advantages, merge_moments
 
 Forward = Callable[..., Any]
@@ -50,7 +50,7 @@ def each_packed(batch: TrainBatch, packing: Packing, run: Callable[[Packed], Ten
 
     Every rank makes the same number of calls. Nothing is read in between, for that would wait for the device.
     """
-    pieces = packing.world.in_step(split(batch.sequence_lengths, packing.max_tokens))
+    pieces = packing.world.pad_to_longest(split(batch.sequence_lengths, packing.max_tokens))
     packs = (pack(batch, rows, packing.world.device) for rows in pieces)
     return [(packed, run(packed)) for packed in packs]
 
@@ -178,7 +178,7 @@ def add_advantages(
         advantages = torch.where(mask, advantages.cpu() - batch.baselines[:, None], 0)
     if config.whiten and config.estimator in WHITENED:
         x, places = advantages.to(world.device), mask.to(world.device)
-        of_ranks = world.gather((moments(x, places) if of_tokens is None else of_tokens).cpu())
+        of_ranks = world.all_gather((moments(x, places) if of_tokens is None else of_tokens).cpu())
         advantages = whiten(x, places, merge_moments(torch.stack(of_ranks)).to(world.device))
     return batch.with_fields(advantages=advantages.cpu(), returns=returns), sums
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.algorithms.loss import kl_loss, policy_loss, token_weights, value_loss
-from hybrid_rl.batch import Packed, TrainBatch, join, pack, split, spread, to_device
+from hybrid_rl.batch import Packed, TrainBatch, balance, join, pack, split, to_device
 from hybrid_rl.config import UpdateConfig
 from hybrid_rl.distributed import World
-from hybrid_rl.engines.deepspeed.engine import TrainEngine
-from hybrid_rl.models.loading import packed_inputs
+from hybrid_rl.engines import TrainEngine
+from hybrid_rl.models.packed import packed_inputs
 
 Sums = dict[str, Tensor]
 """Weighted sums over the tokens of a micro-batch; over a whole mini-batch and all ranks they are means."""
@@ -27,7 +27,9 @@ def num_optimizer_steps(step_sizes: Iterable[int], config: UpdateConfig) -> int:
     return sum(config.num_epochs * -(-size // config.mini_batch_size) for size in step_sizes)
 
 
-def spread_mini_batches(batch: TrainBatch, size: int, *, seed: int, world: World) -> tuple[TrainBatch, list[list[int]]]:
+def balance_mini_batches(
+    batch: TrainBatch, size: int, *, seed: int, world: World
+) -> tuple[TrainBatch, list[list[int]]]:
     """Draw mini-batches, and let the ranks exchange sequences until each has as many tokens of every mini-batch.
 
     Ranks wait for each other in every micro-batch. With the sequences left where they were scored, a mini-batch of 128
@@ -38,16 +40,16 @@ def spread_mini_batches(batch: TrainBatch, size: int, *, seed: int, world: World
         the last, and the same ones for any number of ranks. A rank may hold none of one.
     """
     ids = batch.sequence_ids.tolist()
-    found = world.gather(dict(zip(ids, batch.sequence_lengths, strict=True)))
+    found = world.all_gather(dict(zip(ids, batch.sequence_lengths, strict=True)))
     lengths = {sequence_id: length for part in found for sequence_id, length in part.items()}
     order = sorted(lengths)
     random.Random(seed).shuffle(order)
     chunks = [order[first : first + size] for first in range(0, len(order), size)]
     ranks: dict[int, int] = {}
     for chunk in chunks:
-        ranks |= zip(chunk, spread([lengths[i] for i in chunk], world.size), strict=True)
+        ranks |= zip(chunk, balance([lengths[i] for i in chunk], world.size), strict=True)
     rows_of = [[row for row, i in enumerate(ids) if ranks[i] == rank] for rank in range(world.size)]
-    share = batch if world.size == 1 else join(world.exchange([batch.select(rows) for rows in rows_of]))
+    share = batch if world.size == 1 else join(world.all_to_all([batch.select(rows) for rows in rows_of]))
     row_of = {sequence_id: row for row, sequence_id in enumerate(share.sequence_ids.tolist())}
     return share, [[row_of[i] for i in chunk if i in row_of] for chunk in chunks]
 
@@ -73,7 +75,7 @@ def _micro_batches(
     batch: TrainBatch, rows: list[int], config: UpdateConfig, world: World
 ) -> Iterator[tuple[Packed, bool]]:
     """Yield (packed, is_last) over some rows; every rank yields equally often, a rank's last ones may be dummies."""
-    pieces = world.in_step(split(batch.sequence_lengths, config.micro_batch_tokens, rows))
+    pieces = world.pad_to_longest(split(batch.sequence_lengths, config.micro_batch_tokens, rows))
     for place, piece in enumerate(pieces):
         yield pack(batch, piece, world.device), place == len(pieces) - 1
 
@@ -105,7 +107,7 @@ def _update(
     totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=world.device))
     num_steps = 0
     for epoch in range(config.num_epochs):
-        share, mini_batches = spread_mini_batches(batch, config.mini_batch_size, seed=seed + epoch, world=world)
+        share, mini_batches = balance_mini_batches(batch, config.mini_batch_size, seed=seed + epoch, world=world)
         for rows in mini_batches:
             weights = mini_batch_weights(share, rows, config, world, max_response_tokens)
             losses: list[tuple[Tensor, Packed]] = []

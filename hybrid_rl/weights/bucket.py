@@ -1,7 +1,6 @@
 """The staging buffer that two processes share, and the checksum that both compute over what passed through it."""
 
 import atexit
-import functools
 import inspect
 import itertools
 import os
@@ -13,12 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 _ALIGNMENT_BYTES = 256  # of a CUDA allocation, so that every tensor in the bucket can be viewed in its own dtype
-_ROW = 1 << 20  # words of 4 bytes with a random number each, 8 MiB on the device
-_ROWS_AT_ONCE = 8  # bounds a checksum's temporaries to 64 MiB
 _LARGE_BYTES = 4 << 20  # of a tensor that is worth a copy of its own, see copy_tensors
 
 _LOCAL: "weakref.WeakValueDictionary[int, Tensor]" = weakref.WeakValueDictionary()
@@ -136,14 +132,14 @@ def _roomy_folder(num_bytes: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SharedWeights:
+class AliasedWeights:
     """A bucket that holds all of the trainer's weights, where it works with them: the engine binds its own to it."""
 
     handle: bytes
     slots: list[Slot]
 
 
-class SharedBucket:
+class IpcBucket:
     """A uint8 buffer made here and opened once by another process: CUDA IPC on a GPU, a mapped file on a CPU."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -156,7 +152,7 @@ class SharedBucket:
             self.tensor = torch.from_file(self._path, shared=True, size=num_bytes, dtype=torch.uint8)
 
     def handle(self) -> bytes:
-        """Return what open_shared needs. On a GPU each handle may be opened once: torch counts one export, one open."""
+        """Return what open_ipc_bucket needs; on a GPU a handle may be opened once, since torch counts opens."""
         if self._path is not None:
             return pickle.dumps((self._path, len(self.tensor)))
         from torch.multiprocessing.reductions import reduce_tensor
@@ -173,7 +169,7 @@ class SharedBucket:
             self._path = None
 
 
-def place_of(device: torch.device, worker: int) -> str:
+def device_key(device: torch.device, worker: int) -> str:
     """Return what names the memory of an engine's worker in every process: its GPU's UUID.
 
     A CPU has one memory for all, so there the worker's number stands for a GPU.
@@ -182,11 +178,11 @@ def place_of(device: torch.device, worker: int) -> str:
 
 
 def joint_handle(handles: Mapping[str, bytes]) -> bytes:
-    """Return one handle for several buckets, each at its place, of which open_shared opens that of the caller's."""
+    """Return one handle for several buckets, each at its place, of which open_ipc_bucket opens that of the caller's."""
     return pickle.dumps(dict(handles))
 
 
-def open_shared(handle: bytes, device: torch.device, *, worker: int = 0) -> Tensor:
+def open_ipc_bucket(handle: bytes, device: torch.device, *, worker: int = 0) -> Tensor:
     """Return another process's bucket, mapped here; device is this process's name for the GPU it lies on.
 
     Args:
@@ -197,10 +193,10 @@ def open_shared(handle: bytes, device: torch.device, *, worker: int = 0) -> Tens
     """
     arguments = pickle.loads(handle)
     if isinstance(arguments, dict):
-        place = place_of(device, worker)
+        place = device_key(device, worker)
         if place not in arguments:
             raise RuntimeError(f"no bucket for engine worker {worker} on {place}, only on {', '.join(arguments)}")
-        return open_shared(arguments[place], device)
+        return open_ipc_bucket(arguments[place], device)
     if device.type == "cpu":
         path, num_bytes = arguments
         return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
@@ -214,48 +210,3 @@ def open_shared(handle: bytes, device: torch.device, *, worker: int = 0) -> Tens
     arguments = list(arguments)
     arguments[slot] = torch.device(device).index or 0
     return rebuild_cuda_tensor(*arguments)
-
-
-def checksums(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a 64-bit checksum of each tensor's bits in logical order, [len(tensors)] int64 on their device.
-
-    The same on every device and for every memory layout: the sum, modulo 2**64, of each 4 bytes times a random odd
-    number of their place, plus one times the number of elements. A single bit changes it, and so do elements that swap
-    their places. Nothing is read back from the device here.
-    """
-    return torch.stack([_checksum(tensor) for tensor in tensors])
-
-
-def checksum(tensor: Tensor) -> int:
-    """Return the checksum of one tensor, see checksums."""
-    return int(_checksum(tensor))
-
-
-@functools.cache
-def _multipliers(device: torch.device) -> Tensor:
-    """Return [_ROW] random odd int64."""
-    numbers = torch.randint(-(2**63), 2**63 - 1, (_ROW,), generator=torch.Generator().manual_seed(0x5EED))
-    return (numbers | 1).to(device)
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    """Return the checksum as a scalar on the tensor's device; words stand in rows, and each row has a number, too."""
-    words, odd = _words(tensor), _multipliers(tensor.device)
-    total = odd[-1] * tensor.numel()
-    num_rows = len(words) // _ROW
-    for first in range(0, num_rows, _ROWS_AT_ONCE):
-        last = min(first + _ROWS_AT_ONCE, num_rows)
-        rows = words[first * _ROW : last * _ROW].view(-1, _ROW)
-        total = total + ((rows * odd).sum(1) * odd[first:last]).sum()
-    rest = words[num_rows * _ROW :]
-    return total + (rest * odd[: len(rest)]).sum() * odd[num_rows]
-
-
-def _words(tensor: Tensor) -> Tensor:
-    """Return the tensor's bytes as int32, the last ones padded with zeros; shares its memory where it can."""
-    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
-    if len(flat) % 4:
-        flat = F.pad(flat, (0, -len(flat) % 4))
-    elif flat.storage_offset() % 4:
-        flat = flat.clone()
-    return flat.view(torch.int32)

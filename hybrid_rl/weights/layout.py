@@ -7,10 +7,9 @@ the order of the model, and what the engine fuses is drawn together.
 
 from collections.abc import Iterable, Sequence
 
-import torch
-
 from hybrid_rl.config import Config
 from hybrid_rl.weights.bucket import Slot
+from hybrid_rl.weights.protocols import NamedShape
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that vLLM computes as one, in the order of their rows; weights, and biases where there are some."""
@@ -19,8 +18,6 @@ KNOWN = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM",
 _VECTOR_BYTES = 16  # what the engine's kernels load at once
 _BUFFER_ALIGNMENT = 256
 _VOCABULARY_ROWS = 64  # vLLM rounds the rows of embedding and head up to a multiple of it
-
-NamedShape = tuple[str, tuple[int, ...], torch.dtype]
 
 
 def engine_order(names: Iterable[str]) -> list[str]:
@@ -42,7 +39,7 @@ def _fused_with(name: str) -> list[str]:
     return [name]
 
 
-def flat_slots(tensors: Sequence[NamedShape], *, num_ranks: int) -> list[Slot]:
+def alias_slots(tensors: Sequence[NamedShape], *, num_ranks: int) -> list[Slot]:
     """Return where each tensor lies: first those that weight decay shrinks (two dimensions and more), then the others.
 
     Inside a group one begins where the one before ends. Behind a group there is room for what DeepSpeed aligns it to,
@@ -60,7 +57,7 @@ def flat_slots(tensors: Sequence[NamedShape], *, num_ranks: int) -> list[Slot]:
     return slots
 
 
-def flat_bytes(slots: Sequence[Slot], *, num_ranks: int) -> int:
+def alias_bytes(slots: Sequence[Slot], *, num_ranks: int) -> int:
     """Return the size of the buffer: all groups with their room, and every matrix with its rows rounded up to 64.
 
     The engine's embedding has such rows. They lie over whatever comes next, for nobody reads them: no id is that high,
@@ -78,7 +75,7 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def why_copy(config: Config, *, architecture: str, tensors: Sequence[NamedShape]) -> str | None:
+def why_not_alias(config: Config, *, architecture: str, tensors: Sequence[NamedShape]) -> str | None:
     """Return the rule that forbids the engine to use the trainer's weights where they lie, or None.
 
     Args:
@@ -97,7 +94,7 @@ def why_copy(config: Config, *, architecture: str, tensors: Sequence[NamedShape]
         return f"models.lora.rank = {config.models.lora.rank}: the engine gets merged weights, which nobody else has"
     if architecture not in KNOWN:
         return f"{architecture} is not one of {', '.join(sorted(KNOWN))}: its layout in the engine is not known"
-    odd = [slot for slot in flat_slots(tensors, num_ranks=1) if slot.offset % _VECTOR_BYTES]
+    odd = [slot for slot in alias_slots(tensors, num_ranks=1) if slot.offset % _VECTOR_BYTES]
     if odd:
         return f"{odd[0].name} would begin at byte {odd[0].offset}, no multiple of {_VECTOR_BYTES}"
     return None

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybrid_rl.engines import Region
-from hybrid_rl.weights.bucket import Slot, checksums
+from hybrid_rl.weights.bucket import Slot
+from hybrid_rl.weights.checksum import checksums
+from hybrid_rl.weights.protocols import TensorSlice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +20,8 @@ class Route:
     owner: nn.Module
     leaf: str
     """Name of the parameter in its module, which may come to hold another tensor."""
-    target: Region
-    source: Region
+    target: TensorSlice
+    source: TensorSlice
 
     def view(self) -> Tensor:
         """Return the part of the parameter as the engine computes with it now."""
@@ -147,10 +148,10 @@ class Routes:
             for route in self._routes[name]
         ]
 
-    def checksums(self, names: Sequence[str]) -> dict[str, list[tuple[Region, int]]]:
+    def checksums(self, names: Sequence[str]) -> dict[str, list[tuple[TensorSlice, int]]]:
         """Return, per tensor, the checksum of each region of it in what the model computes with now."""
         routes = [(name, route) for name in names for route in self._routes[name]]
-        held: dict[str, list[tuple[Region, int]]] = {name: [] for name in names}
+        held: dict[str, list[tuple[TensorSlice, int]]] = {name: [] for name in names}
         sums = checksums([route.view() for _, route in routes]).tolist()
         for (name, route), total in zip(routes, sums, strict=True):
             held[name].append((route.source, total))
@@ -212,6 +213,6 @@ class Routes:
         return [route for routes in self._routes.values() for route in routes]
 
 
-def _strides(region: Region) -> list[tuple[int, int]]:
+def _strides(region: TensorSlice) -> list[tuple[int, int]]:
     """Return size and stride of the dimensions that have any extent."""
     return [(size, stride) for size, stride in zip(*region[:2], strict=True) if size != 1]

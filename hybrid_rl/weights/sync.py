@@ -7,11 +7,11 @@ from typing import Protocol
 import torch
 
 from hybrid_rl.config import SyncConfig
-from hybrid_rl.engines import RolloutEngine
-from hybrid_rl.engines.deepspeed.engine import TrainEngine
-from hybrid_rl.monitoring.metrics import Timeline
-from hybrid_rl.weights.bucket import SharedBucket, bucket_bytes, checksums, copy_tensors, plan_buckets, plan_halves
-from hybrid_rl.weights.flat import FlatWeights
+from hybrid_rl.monitoring.timeline import Timeline
+from hybrid_rl.weights.alias import AliasBuffer
+from hybrid_rl.weights.bucket import IpcBucket, bucket_bytes, copy_tensors, plan_buckets, plan_halves
+from hybrid_rl.weights.checksum import checksums
+from hybrid_rl.weights.protocols import WeightReceiver, WeightSource
 
 
 class SyncError(RuntimeError):
@@ -36,15 +36,15 @@ class SyncReport:
 class WeightSync(Protocol):
     """A way to make the engine run the trainer's current weights."""
 
-    def push(self) -> SyncReport:
+    def sync(self) -> SyncReport:
         """Hand over, prove it, and say what was done."""
         ...
 
 
-class Proof:
+class Verifier:
     """Compares checksums of trainer and engine: of all tensors at first, then of a few, so that each has its turn."""
 
-    def __init__(self, trainer: TrainEngine, engine: RolloutEngine, config: SyncConfig) -> None:
+    def __init__(self, trainer: WeightSource, engine: WeightReceiver, config: SyncConfig) -> None:
         self._trainer = trainer
         self._engine = engine
         plan = plan_buckets(trainer.named_shapes(), config.bucket_bytes // 2)
@@ -111,8 +111,8 @@ class CopySync:
 
     def __init__(
         self,
-        trainer: TrainEngine,
-        engine: RolloutEngine,
+        trainer: WeightSource,
+        engine: WeightReceiver,
         config: SyncConfig,
         device: torch.device,
         timeline: Timeline,
@@ -121,10 +121,10 @@ class CopySync:
         self._engine = engine
         self._device = device
         self._timeline = timeline
-        self._proof = Proof(trainer, engine, config)
+        self._verifier = Verifier(trainer, engine, config)
         self._plan = plan_halves(trainer.named_shapes(), config.bucket_bytes)
         self._num_bytes = sum(slot.nbytes for bucket in self._plan for slot in bucket)
-        self._bucket = SharedBucket(bucket_bytes(self._plan), device)
+        self._bucket = IpcBucket(bucket_bytes(self._plan), device)
         self._fills = [
             ([slot.name for slot in bucket], [slot.view(self._bucket.tensor) for slot in bucket])
             for bucket in self._plan
@@ -132,24 +132,24 @@ class CopySync:
         engine.open_bucket(self._bucket.handle(), self._plan)
         self._bucket.unlink()
 
-    def push(self) -> SyncReport:
+    def sync(self) -> SyncReport:
         """Copy every weight, let the engine forget what it cached with older ones, and prove a part of the weights.
 
         A collective under ZeRO-3: all ranks fill the same buckets in the same order.
 
         Raises:
-            SyncError: see Proof.check.
+            SyncError: see Verifier.check.
         """
         version = self._engine.weights_version
-        with self._timeline.span("push", bytes=self._num_bytes):
+        with self._timeline.span("sync_weights", bytes=self._num_bytes):
             for index, (names, views) in enumerate(self._fills):
                 with self._trainer.gathered(names) as tensors:
                     copy_tensors(views, [tensors[name] for name in names])
                 _synchronize(self._device)
-                self._engine.receive(index)
-            self._engine.finish_push()
+                self._engine.load_bucket(index)
+            self._engine.finish_sync()
         with self._timeline.span("verify"):
-            num_verified = self._proof.check(version)
+            num_verified = self._verifier.check(version)
         return SyncReport(version=version + 1, num_bytes=self._num_bytes, num_verified=num_verified)
 
 
@@ -158,37 +158,37 @@ class AliasSync:
 
     def __init__(
         self,
-        trainer: TrainEngine,
-        engine: RolloutEngine,
+        trainer: WeightSource,
+        engine: WeightReceiver,
         config: SyncConfig,
         device: torch.device,
         timeline: Timeline,
         *,
-        flat: FlatWeights,
+        alias_buffer: AliasBuffer,
     ) -> None:
-        """Take an engine that was started on flat.share()."""
+        """Take an engine that was started on alias_buffer.export()."""
         self._engine = engine
         self._device = device
         self._timeline = timeline
-        self._proof = Proof(trainer, engine, config)
-        self._flat = flat
-        flat.unlink()
+        self._verifier = Verifier(trainer, engine, config)
+        self._alias_buffer = alias_buffer
+        alias_buffer.unlink()
 
-    def push(self) -> SyncReport:
+    def sync(self) -> SyncReport:
         """Wait for the trainer's step, let the engine forget what it cached before it, and prove a part of the weights.
 
         Raises:
-            SyncError: see Proof.check; a weight of the trainer has left the buffer, by name.
+            SyncError: see Verifier.check; a weight of the trainer has left the buffer, by name.
         """
         version = self._engine.weights_version
-        with self._timeline.span("push", bytes=0):
-            moved = self._flat.moved()
+        with self._timeline.span("sync_weights", bytes=0):
+            moved = self._alias_buffer.moved()
             if moved:
                 raise SyncError(f"trainer tensor {moved[0]} has left the buffer that the engine shares")
             _synchronize(self._device)
-            self._engine.finish_push()
+            self._engine.finish_sync()
         with self._timeline.span("verify"):
-            num_verified = self._proof.check(version)
+            num_verified = self._verifier.check(version)
         return SyncReport(version=version + 1, num_bytes=0, num_verified=num_verified)
 
 

@@ -13,11 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from hybrid_rl.checkpoints import export
 from hybrid_rl.checkpoints import saver as checkpoint
 from hybrid_rl.checkpoints.snapshot import Parts, Snapshot
 from hybrid_rl.config import ConfigError, ModelsConfig, OptimizerConfig
 from hybrid_rl.distributed import World, join_world
-from hybrid_rl.engines.deepspeed.engine import TrainEngine
+from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
 from hybrid_rl.models.loading import eos_token_ids, load_actor, load_tokenizer, load_value_model
 
 CPU = torch.device("cpu")
@@ -28,19 +29,19 @@ def world() -> World:
     return join_world()
 
 
-def make_actor(folder: Path, world: World, stage: int = 2) -> TrainEngine:
+def make_actor(folder: Path, world: World, stage: int = 2) -> DeepSpeedEngine:
     actor = load_actor(str(folder), ModelsConfig(), CPU)
-    return TrainEngine(actor, OptimizerConfig(lr=1e-2), zero_stage=stage, total_steps=9, world=world)
+    return DeepSpeedEngine(actor, OptimizerConfig(lr=1e-2), zero_stage=stage, total_steps=9, world=world)
 
 
 @pytest.fixture(scope="module")
-def engines(tiny: Path, world: World) -> dict[str, TrainEngine]:
+def engines(tiny: Path, world: World) -> dict[str, DeepSpeedEngine]:
     module = load_value_model(str(tiny / "reward"), ModelsConfig(), CPU, field="models.critic")
-    critic = TrainEngine(module, OptimizerConfig(), zero_stage=2, total_steps=9, world=world)
+    critic = DeepSpeedEngine(module, OptimizerConfig(), zero_stage=2, total_steps=9, world=world)
     return {"actor": make_actor(tiny / "policy", world), "critic": critic}
 
 
-def weights(trainer: TrainEngine) -> dict[str, torch.Tensor]:
+def weights(trainer: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     with trainer.gathered([name for name, _, _ in trainer.named_shapes()]) as tensors:
         return {name: t.clone() for name, t in tensors.items()}
 
@@ -200,7 +201,7 @@ class Slow(Snapshot):
 
 
 class SlowPart:
-    def __init__(self, engine: TrainEngine) -> None:
+    def __init__(self, engine: DeepSpeedEngine) -> None:
         self.engine = engine
 
     def snapshot(self) -> Slow:
@@ -262,8 +263,8 @@ def test_export_is_an_ordinary_model_folder(tmp_path, tiny, world, stage, tied, 
     actor = make_actor(source, world, stage)
     train_step(actor)
     folder = tmp_path / "export"
-    checkpoint.export(folder, actor, tokenizer, world)
-    checkpoint.export(folder, actor, tokenizer, world)  # over an older one
+    export.export(folder, actor, tokenizer, world)
+    export.export(folder, actor, tokenizer, world)  # over an older one
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
     exported = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -292,7 +293,7 @@ def test_the_best_actor_is_kept(tmp_path, tiny, world, train_step):
     )
 
     def offer(accuracy: float, number: int) -> bool:
-        return checkpoint.export_best(folder, actor, tokenizer, world, accuracy=accuracy, step=number)
+        return export.export_best(folder, actor, tokenizer, world, accuracy=accuracy, step=number)
 
     assert offer(0.5, 1)
     kept = AutoModelForCausalLM.from_pretrained(folder).state_dict()

@@ -40,7 +40,7 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_POR
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Left:
+class RunResult:
     """What a run leaves behind that must not depend on how it was run."""
 
     metrics: list[dict[str, float]]
@@ -131,10 +131,10 @@ def lent_engine(copy_engine: VllmEngine) -> Iterator[VllmEngine]:
 
 
 @pytest.fixture(scope="session")
-def read_run() -> Callable[[Config], Left]:
+def read_run() -> Callable[[Config], RunResult]:
     """Read a run's folder."""
 
-    def read(config: Config) -> Left:
+    def read(config: Config) -> RunResult:
         folder = config.run_dir
         metrics = [
             {k: v for k, v in row.items() if not k.startswith(("time/", "sync/")) and k != "tokens_per_s"}
@@ -144,16 +144,16 @@ def read_run() -> Callable[[Config], Left]:
             sorted(_rows(path), key=lambda row: row["prompt_id"]) for path in sorted((folder / "rollouts").iterdir())
         ]
         latest = folder / "checkpoints" / (folder / "latest").read_text()
-        return Left(metrics=metrics, rollouts=rollouts, state=json.loads((latest / "state.json").read_text()))
+        return RunResult(metrics=metrics, rollouts=rollouts, state=json.loads((latest / "state.json").read_text()))
 
     return read
 
 
 @pytest.fixture(scope="session")
-def train_here(read_run: Callable[[Config], Left]) -> Callable[[Config], Left]:
+def train_here(read_run: Callable[[Config], RunResult]) -> Callable[[Config], RunResult]:
     """Train in this process."""
 
-    def train(config: Config) -> Left:
+    def train(config: Config) -> RunResult:
         run = build.build(config, trainer.RESIDENCY)
         try:
             with run.recorder:

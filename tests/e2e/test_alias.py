@@ -11,13 +11,14 @@ import torch
 
 from hybrid_rl import trainer
 from hybrid_rl.batch import Rollout, make_train_batch
-from hybrid_rl.build import Run, build
+from hybrid_rl.build import build
 from hybrid_rl.config import Config, OptimizerConfig, SyncConfig
 from hybrid_rl.engines import Generation, Sampling
-from hybrid_rl.engines.huggingface import HfEngine
+from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.engines.vllm.engine import VllmEngine
-from hybrid_rl.memory.phases import Phase
-from hybrid_rl.monitoring.metrics import Timeline
+from hybrid_rl.memory.residency import Phase
+from hybrid_rl.monitoring.timeline import Timeline
+from hybrid_rl.run import Run
 from hybrid_rl.steps.logprobs import LogprobGapError, Packing, token_logprobs
 from hybrid_rl.weights.sync import AliasSync, CopySync, SyncError
 
@@ -86,14 +87,14 @@ def pair(
         with pytest.raises(RuntimeError) as refusal:
             run.engine.generate([[5]], SAMPLED, None)
         pair = Pair(run=run, copy_engine=copy_engine, refusal=str(refusal.value))
-        push = run.sync.push
+        push = run.weight_sync.push
 
         def watched_push() -> Any:
             pair.reports.append(push())
             return pair.reports[-1]
 
         with pytest.MonkeyPatch.context() as patch, run.recorder:
-            patch.setattr(run.sync, "push", watched_push)
+            patch.setattr(run.weight_sync, "push", watched_push)
             trainer.loop(run)
         with run.memory.phase(Phase.ROLLOUT):
             pass
@@ -105,14 +106,14 @@ def pair(
 @pytest.fixture(params=["alias", "copy"])
 def side(request: pytest.FixtureRequest, pair: Pair) -> Iterator[tuple[Any, VllmEngine]]:
     """The hand-over and the engine of a mode; afterwards all is as it should be again."""
-    yield (pair.run.sync, pair.run.engine) if request.param == "alias" else (pair.copies, pair.copy_engine)
+    yield (pair.run.weight_sync, pair.run.engine) if request.param == "alias" else (pair.copies, pair.copy_engine)
     for _ in range(3):  # 20 tensors, 8 at a time
-        pair.run.sync.push()
-        pair.copies.push()
+        pair.run.weight_sync.sync()
+        pair.copies.sync()
 
 
 def test_a_run_moves_nothing_and_proves_every_tensor(pair: Pair):
-    assert isinstance(pair.run.sync, AliasSync)
+    assert isinstance(pair.run.weight_sync, AliasSync)
     assert [(r.version, r.num_bytes, r.num_verified) for r in pair.reports] == [(1, 0, 20), (2, 0, 8), (3, 0, 8)]
 
 
@@ -120,12 +121,12 @@ def test_nothing_is_generated_before_the_first_proof(pair: Pair):
     assert "the engine's weights were dropped or never filled" in pair.refusal
 
 
-def test_engine_follows_the_trainer_without_a_push_of_bytes(pair: Pair, train_step):
+def test_engine_follows_the_trainer_without_a_sync_of_bytes(pair: Pair, train_step):
     before = pair.generate(pair.run.engine)
     assert pair.largest_gap(before) < 1e-4
     train_step(pair.run.actor)
     assert pair.largest_gap(before) > 1e-3  # the trainer has moved
-    pair.run.sync.push()
+    pair.run.weight_sync.sync()
     after = pair.generate(pair.run.engine)
     assert pair.largest_gap(after) < 1e-4 and after != before
 
@@ -133,8 +134,8 @@ def test_engine_follows_the_trainer_without_a_push_of_bytes(pair: Pair, train_st
 def test_log_probs_are_those_of_copies_bit_for_bit(pair: Pair, train_step):
     for _ in range(3):
         train_step(pair.run.actor)
-        pair.run.sync.push()
-        pair.copies.push()
+        pair.run.weight_sync.sync()
+        pair.copies.sync()
         shared, copied = pair.generate(pair.run.engine), pair.generate(pair.copy_engine)
         assert shared == copied and sum(len(g.logprobs) for g in shared) > 30
 
@@ -156,7 +157,7 @@ def test_tensor_that_is_not_finite_is_named(pair: Pair, side: tuple[Any, VllmEng
     try:
         with pytest.raises(SyncError, match=re.escape(f"trainer tensor {VICTIM} holds NaN or infinity")):
             for _ in range(3):
-                side[0].push()
+                side[0].sync()
     finally:
         victim.data[3, 4] = held
 
@@ -166,7 +167,7 @@ def test_stale_tensor_is_named(pair: Pair, side: tuple[Any, VllmEngine], monkeyp
     sync, victim = side[0], pair.run.actor.model.get_parameter(VICTIM)
     shared = victim.data
     if isinstance(sync, AliasSync):
-        monkeypatch.setattr(sync._flat, "moved", list)
+        monkeypatch.setattr(sync._alias_buffer, "moved", list)
         victim.data = shared * 1.01
     else:
         victim.data.mul_(1.01)
@@ -177,7 +178,7 @@ def test_stale_tensor_is_named(pair: Pair, side: tuple[Any, VllmEngine], monkeyp
         monkeypatch.setattr(sync, "_fills", elsewhere)
     with pytest.raises(SyncError, match=re.escape(f"tensor {VICTIM} differs between trainer and engine worker 0")):
         for _ in range(3):
-            sync.push()
+            sync.sync()
     victim.data = shared
 
 
@@ -186,7 +187,7 @@ def test_weight_that_leaves_the_buffer_is_named_at_once(pair: Pair):
     shared = victim.data
     victim.data = shared.clone()
     with pytest.raises(SyncError, match=re.escape(f"trainer tensor {VICTIM} has left the buffer")):
-        pair.run.sync.push()
+        pair.run.weight_sync.sync()
     victim.data = shared
 
 
@@ -197,9 +198,9 @@ def test_dropped_tensor_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch):
         copies = pair.make_copies(SyncConfig(mode="copy"))
     rule = r"engine parameter model\.layers\.1\.mlp\.gate_up_proj\.weight: 2048 of 4096 elements come from the trainer"
     with pytest.raises(Exception, match=rule):
-        copies.push()
+        copies.sync()
     pair.copies = pair.make_copies(SyncConfig(mode="copy"))
-    pair.copies.push()
+    pair.copies.sync()
     assert pair.generate(pair.copy_engine) == pair.generate(pair.run.engine)
 
 
@@ -208,12 +209,12 @@ def test_tensor_that_the_engine_lacks_is_named(pair: Pair, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(pair.run.actor, "named_shapes", lambda: shapes)
         copies = pair.make_copies(SyncConfig(mode="copy"))
-    pair.copy_engine.receive(0)  # begins to copy; what fails is told by the next call
+    pair.copy_engine.load_bucket(0)  # begins to copy; what fails is told by the next call
     with pytest.raises(Exception, match=r"model\.extra\.weight"):
-        pair.copy_engine.finish_push()
+        pair.copy_engine.finish_sync()
     assert copies is not None
     pair.copies = pair.make_copies(SyncConfig(mode="copy"))
-    pair.copies.push()
+    pair.copies.sync()
 
 
 def test_prefix_cache_that_is_not_dropped_is_an_error(
@@ -225,16 +226,16 @@ def test_prefix_cache_that_is_not_dropped_is_an_error(
     for number in range(100):  # 16 at a time: a hand-over takes a tenth of the time that they do
         engine._llm.llm_engine.add_request(f"running {number}", {"prompt_token_ids": [5]}, parameters)
     with pytest.raises(RuntimeError, match="keeps its prefix cache of older weights: requests are still running"):
-        sync.push()
+        sync.sync()
     while engine._llm.llm_engine.has_unfinished_requests():
         engine._llm.llm_engine.step()
-    sync.push()
+    sync.sync()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_responses_sent_whole_are_those_sent_token_by_token(pair: Pair, temperature: float):
     """Stop strings are looked for in this process, which needs every token at once; see vllm_scheduler.py."""
-    pair.copies.push()
+    pair.copies.sync()
     tokenizer, prompts = pair.run.data.tokenizer, [p.token_ids for p in pair.run.data.eval_prompts] * 4
     free = Sampling(temperature=temperature, max_tokens=12, stop_token_ids=())
     whole = pair.copy_engine.generate(prompts, free, list(range(len(prompts))))
@@ -262,7 +263,7 @@ def test_engine_that_dropped_its_copies_refuses(pair: Pair):
     pair.copy_engine.map("weights")
     with pytest.raises(RuntimeError, match="the engine's weights were dropped or never filled"):
         pair.generate(pair.copy_engine)
-    pair.copies.push()
+    pair.copies.sync()
     assert pair.generate(pair.copy_engine) == pair.generate(pair.run.engine)
 
 
@@ -277,13 +278,13 @@ def test_engine_that_goes_on_with_old_weights_stops_the_run(
     }
     rows = train_here(make_config(tmp_path / "good", **settings)).metrics
     assert len(rows) == 2 and all(row["rollout/logprob_gap"] < 1e-5 for row in rows)
-    receive = HfEngine.receive
+    receive = HuggingFaceEngine.receive
 
-    def receive_once(self: HfEngine, index: int) -> None:
+    def receive_once(self: HuggingFaceEngine, index: int) -> None:
         if self.weights_version == 0:
             receive(self, index)
         self._weights_valid = True
 
-    monkeypatch.setattr(HfEngine, "receive", receive_once)
+    monkeypatch.setattr(HuggingFaceEngine, "receive", receive_once)
     with pytest.raises(LogprobGapError, match="the engine does not run the trainer's weights"):
         train_here(make_config(tmp_path / "bad", **settings))

@@ -20,10 +20,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybrid_rl import trainer
 from hybrid_rl.batch import Rollout, TrainBatch, make_train_batch
-from hybrid_rl.build import Run, build
+from hybrid_rl.build import build
 from hybrid_rl.config import Config
 from hybrid_rl.engines import Generation, Sampling
-from hybrid_rl.memory.phases import Phase, PhaseError
+from hybrid_rl.memory.phases import PhaseError
+from hybrid_rl.memory.residency import Phase
+from hybrid_rl.run import Run
 from hybrid_rl.steps.logprobs import Packing, token_logprobs
 from hybrid_rl.weights.sync import SyncError, SyncReport
 from launch.colocated import parse
@@ -39,7 +41,7 @@ class Live:
     run: Run
     children_before: set[int]
     shared_before: set[str]
-    pushed: list[dict[str, Any]] = field(default_factory=list)
+    synced: list[dict[str, Any]] = field(default_factory=list)
     """The engine's checksums after each hand-over."""
     batches: list[TrainBatch] = field(default_factory=list)
     """What each step was trained on."""
@@ -60,10 +62,10 @@ class Live:
         sampling = Sampling(temperature=temperature, max_tokens=12, stop_token_ids=(0,))
         return self.run.engine.generate(self.prompts, sampling, list(range(6)) if temperature else None)
 
-    def push(self) -> None:
+    def sync(self) -> None:
         """Hand over, and wake the engine for rollouts."""
         with self.run.memory.phase(Phase.SYNC):
-            self.run.sync.push()
+            self.run.weight_sync.sync()
         with self.run.memory.phase(Phase.ROLLOUT):
             pass
 
@@ -112,11 +114,11 @@ def live(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFa
     children_before, shared_before = children(), shared_memory()
     live = Live(run=build(config, trainer.RESIDENCY), children_before=children_before, shared_before=shared_before)
     run, names = live.run, [name for name, _, _ in live.run.actor.named_shapes()]
-    push, write = run.sync.push, run.recorder.step
+    push, write = run.weight_sync.push, run.recorder.step
 
     def watched_push() -> SyncReport:
         report = push()
-        live.pushed += run.engine.checksums(names)
+        live.synced += run.engine.checksums(names)
         return report
 
     def watched_write(step: int, rollouts: list[Rollout], batch: TrainBatch, *metrics: dict[str, float]) -> None:
@@ -125,7 +127,7 @@ def live(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFa
 
     try:
         with pytest.MonkeyPatch.context() as patch, run.recorder:
-            patch.setattr(run.sync, "push", watched_push)
+            patch.setattr(run.weight_sync, "push", watched_push)
             patch.setattr(run.recorder, "step", watched_write)
             trainer.loop(run)
         with run.memory.phase(Phase.ROLLOUT):  # the run ended in SYNC, with the export
@@ -169,12 +171,12 @@ def test_every_token_of_the_trained_actor_has_ratio_1(live: Live, temperature: f
 
 
 def test_every_hand_over_brought_new_weights(live: Live):
-    first, second, third = live.pushed
+    first, second, third = live.synced
     assert all(first[name] != second[name] != third[name] for name in first)
 
 
 def test_corrupted_bucket_is_found_by_name(live: Live, monkeypatch: pytest.MonkeyPatch):
-    sync, receive = live.run.sync, live.run.engine.receive
+    sync, receive = live.run.weight_sync, live.run.engine.receive
     (victim,) = [(i, slot) for i, slots in enumerate(sync._plan) for slot in slots if slot.name == VICTIM]
     assert len(sync._plan) > 3
 
@@ -186,10 +188,10 @@ def test_corrupted_bucket_is_found_by_name(live: Live, monkeypatch: pytest.Monke
     monkeypatch.setattr(live.run.engine, "receive", corrupt)
     with pytest.raises(SyncError, match=f"tensor {VICTIM} differs between trainer and engine worker 0"):
         for _ in range(3):  # 20 tensors, 8 at a time
-            live.push()
+            live.sync()
     monkeypatch.undo()
     for _ in range(3):
-        live.push()
+        live.sync()
     assert live.generate(0.0) == live.greedy
 
 
@@ -200,7 +202,7 @@ def test_engine_without_weights_refuses(live: Live):
     live.run.engine.map("weights")
     with pytest.raises(RuntimeError, match="the engine's weights were dropped or never filled"):
         live.generate(0.0)
-    live.push()
+    live.sync()
     assert live.generate(0.0) == live.greedy
 
 
@@ -211,7 +213,7 @@ def test_rollout_without_hand_over_is_refused(live: Live):
     refusal = "engine_weights was dropped and would enter rollout empty: sync fills it"
     with pytest.raises(PhaseError, match=refusal), memory.phase(Phase.ROLLOUT):
         raise AssertionError("it opened")
-    live.push()
+    live.sync()
     assert live.generate(0.0) == live.greedy
 
 

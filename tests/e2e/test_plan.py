@@ -36,7 +36,7 @@ def test_a_plan_that_does_not_fit_suggests_one_that_does(run_forked, settings):
     assert again.code == 0, again.output
     assert re.search(r"fits: \w+ is the fullest phase", again.output)
     assert re.search(r"KV cache: [\d,]+ bytes = [\d,]+ tokens = 128 sequences of 2048", again.output)
-    for line in ("actor_states", "peak", "host memory, pinned", "bus per step", "rollout: decode", "update actor"):
+    for line in ("actor_optimizer", "peak", "host memory, pinned", "bus per step", "rollout: decode", "update actor"):
         assert line in again.output
 
 

@@ -44,7 +44,7 @@ def dying(job):
 
     die_in("rollout", "generate", 1)
     die_in("score", "judge", 2)
-    die_in("update_actor", "learn_policy", 3)
+    die_in("update_actor", "update_actor", 3)
     work(job)
 
 ray_cluster.work = dying

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from hybrid_rl import trainer
 from hybrid_rl.config import ConfigError, as_dict
-from hybrid_rl.engines.huggingface import HfEngine
+from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.engines.vllm.engine import VllmEngine
 from launch import colocated
 
@@ -21,7 +21,7 @@ import os, signal
 from hybrid_rl import trainer
 from hybrid_rl.checkpoints import saver as checkpoint
 from hybrid_rl.steps import rollout
-from hybrid_rl.engines.huggingface import HfEngine
+from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.checkpoints.snapshot import Snapshot
 from launch.colocated import parse
 
@@ -44,12 +44,12 @@ if __name__ == "__main__":
 # evaluation and its responses: those of step 3 are calls 5 and 6, the last evaluation is call 9. A checkpoint of two
 # parts is written beside what follows it: the kill may come before or after that evaluation.
 PLACES = [
-    ("HfEngine", "generate", 5, {5}),
-    ("HfEngine", "generate", 6, {4}),
+    ("HuggingFaceEngine", "generate", 5, {5}),
+    ("HuggingFaceEngine", "generate", 6, {4}),
     ("trainer", "judge", 3, {3}),
     ("trainer", "score", 3, {3}),
-    ("trainer", "learn_values", 3, {3}),
-    ("trainer", "learn_policy", 3, {3}),
+    ("trainer", "update_critic", 3, {3}),
+    ("trainer", "update_actor", 3, {3}),
     ("Snapshot", "write", 4, {0, 1}),
     ("checkpoint", "_put_in_force", 2, {0, 1}),
     ("checkpoint", "write_atomically", 2, {0, 1}),
@@ -158,8 +158,8 @@ def test_a_run_killed_anywhere_goes_on_and_generates_nothing_twice(
     config = make_config(tmp_path, run={"num_steps": 4}, checkpoint={"phase_log": True})
     kill(run_forked, config, owner, name, calls)
 
-    generated, generate = [], HfEngine.generate
-    monkeypatch.setattr(HfEngine, "generate", lambda *a: generated.append(len(a[1])) or generate(*a))
+    generated, generate = [], HuggingFaceEngine.generate
+    monkeypatch.setattr(HuggingFaceEngine, "generate", lambda *a: generated.append(len(a[1])) or generate(*a))
     assert_same(train_here(config), four_steps)
     assert len(generated) in again
     assert not list((config.run_dir / "phase_log").glob("step_*"))
@@ -176,7 +176,7 @@ def test_a_run_with_vllm_killed_in_an_update_takes_its_rollouts_from_the_log(
     checkpoints = {"every_steps": 4, "phase_log": True, "export": False}
     sections = {"run": {"num_steps": 3}, "rollout": {"engine": "vllm"}, "sync": {"mode": "copy"}}
     config = make_config(tmp_path, **sections, checkpoint=checkpoints)
-    kill(run_python, config, "trainer", "learn_policy", 3)
+    kill(run_python, config, "trainer", "update_actor", 3)
     paths = [config.run_dir / "rollouts" / f"step_{step:06d}.jsonl" for step in (1, 2)]
     left = [path.read_text() for path in paths]
     rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -197,7 +197,7 @@ def test_a_run_killed_without_a_log_generates_again_and_is_the_same(
     four_steps, make_config, train_here, run_forked, tmp_path
 ):
     config = make_config(tmp_path, run={"num_steps": 4})
-    kill(run_forked, config, "trainer", "learn_policy", 3)
+    kill(run_forked, config, "trainer", "update_actor", 3)
     assert_same(train_here(config), four_steps)
 
 

@@ -18,11 +18,11 @@ import yaml
 from torch import Tensor
 
 from hybrid_rl import build, trainer
-from hybrid_rl.build import Run
 from hybrid_rl.config import Config, as_dict
 from hybrid_rl.engines import Sampling
 from hybrid_rl.engines.vllm.engine import VllmEngine
-from hybrid_rl.memory.phases import Phase
+from hybrid_rl.memory.residency import Phase
+from hybrid_rl.run import Run
 from hybrid_rl.weights.sync import CopySync, SyncError
 
 SETTINGS = "TENSOR_PARALLEL_SETTINGS"
@@ -34,7 +34,7 @@ def push(run: Run) -> str:
     """Hand over and return what the proof says."""
     with run.memory.phase(Phase.SYNC):
         try:
-            run.sync.push()
+            run.weight_sync.sync()
         except SyncError as error:
             return str(error)
     return ""
@@ -65,7 +65,7 @@ def rank_of_two(folder: Path) -> None:
     from launch.colocated import parse
 
     run = build.build(parse(["--config", os.environ[SETTINGS]])[0], trainer.RESIDENCY)
-    rank, sync = run.world.rank, run.sync
+    rank, sync = run.world.rank, run.weight_sync
     assert isinstance(sync, CopySync)
     found: dict[str, Any] = {}
     try:
@@ -161,7 +161,7 @@ def test_a_stale_tensor_of_one_worker_is_named_on_all_ranks(ranks: list[dict[str
 
 def test_what_the_engine_raises_is_raised_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     assert {rank["refused"] for rank in ranks} == {
-        "generate: the engine's weights were dropped or never filled; push the trainer's first"
+        "generate: the engine's weights were dropped or never filled; sync the trainer's first"
     }
 
 

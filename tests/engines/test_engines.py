@@ -19,11 +19,13 @@ from hybrid_rl.batch import Packed
 from hybrid_rl.config import ConfigError, ModelsConfig, OptimizerConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import Sampling
-from hybrid_rl.engines.deepspeed.engine import TrainEngine, lr_factor
-from hybrid_rl.engines.huggingface import HfEngine
+from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine, lr_factor
+from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.engines.vllm.engine import graph_sizes, remove_shared_memory
-from hybrid_rl.models.loading import Actor, load_actor, load_tokenizer, packed_inputs
-from hybrid_rl.weights.bucket import SharedBucket, bucket_bytes, checksum, plan_buckets
+from hybrid_rl.models.loading import load_actor, load_tokenizer
+from hybrid_rl.models.packed import Actor, packed_inputs
+from hybrid_rl.weights.bucket import IpcBucket, bucket_bytes, plan_buckets
+from hybrid_rl.weights.checksum import checksum
 
 CPU = torch.device("cpu")
 STAGES = [0, 1, 2, 3]
@@ -45,23 +47,23 @@ def inputs_of(packed: Packed) -> dict:
     return {**packed_inputs(packed), "index": packed.response_index, "targets": packed.targets, "temperature": 1.0}
 
 
-def take_step(engine: TrainEngine, pieces: list[Packed]) -> float:
+def take_step(engine: DeepSpeedEngine, pieces: list[Packed]) -> float:
     for place, packed in enumerate(pieces):
         logprobs, _ = engine.forward(**inputs_of(packed))
         engine.backward(loss_of(logprobs), is_last=place == len(pieces) - 1)
     return engine.step()
 
 
-def weights_of(engine: TrainEngine) -> dict[str, Tensor]:
+def weights_of(engine: DeepSpeedEngine) -> dict[str, Tensor]:
     with engine.gathered([name for name, _, _ in engine.named_shapes()]) as tensors:
         return {name: t.clone() for name, t in tensors.items()}
 
 
 @pytest.fixture
 def make_engine(tiny: Path, world: World):
-    def make(stage: int, *, settings: OptimizerConfig = SETTINGS, **models: Any) -> TrainEngine:
+    def make(stage: int, *, settings: OptimizerConfig = SETTINGS, **models: Any) -> DeepSpeedEngine:
         actor = load_actor(str(tiny / "policy"), ModelsConfig(**{"dtype": "float32", **models}), CPU)
-        return TrainEngine(actor, settings, zero_stage=stage, total_steps=6, world=world)
+        return DeepSpeedEngine(actor, settings, zero_stage=stage, total_steps=6, world=world)
 
     return make
 
@@ -272,15 +274,15 @@ def test_lr_factor_at_the_edges(schedule):
 # The oracle engine
 
 
-def push(engine: HfEngine, tensors: dict[str, Tensor]) -> None:
+def push(engine: HuggingFaceEngine, tensors: dict[str, Tensor]) -> None:
     plan = plan_buckets([(name, t.shape, t.dtype) for name, t in tensors.items()], 1 << 30)
-    bucket = SharedBucket(bucket_bytes(plan), CPU)
+    bucket = IpcBucket(bucket_bytes(plan), CPU)
     engine.open_bucket(bucket.handle(), plan)
     bucket.unlink()
     for slot in plan[0]:
         slot.view(bucket.tensor).copy_(tensors[slot.name])
-    engine.receive(0)
-    engine.finish_push()
+    engine.load_bucket(0)
+    engine.finish_sync()
 
 
 @pytest.fixture(scope="module")
@@ -289,8 +291,8 @@ def model(tiny: Path):
 
 
 @pytest.fixture
-def engine(tiny: Path, model) -> HfEngine:
-    engine = HfEngine(str(tiny / "policy"), dtype=torch.float32, device=CPU)
+def engine(tiny: Path, model) -> HuggingFaceEngine:
+    engine = HuggingFaceEngine(str(tiny / "policy"), dtype=torch.float32, device=CPU)
     push(engine, {name: p.detach() for name, p in model.named_parameters()})
     return engine
 
@@ -391,8 +393,8 @@ def test_no_prompts_give_no_generations(engine):
 
 
 def test_generate_is_refused_without_the_trainers_weights(tiny, model):
-    engine = HfEngine(str(tiny / "policy"), dtype=torch.float32, device=CPU)
-    with pytest.raises(RuntimeError, match="push the trainer's first"):
+    engine = HuggingFaceEngine(str(tiny / "policy"), dtype=torch.float32, device=CPU)
+    with pytest.raises(RuntimeError, match="sync the trainer's first"):
         engine.generate(PROMPTS, SAMPLED, None)
     assert engine.weights_version == 0
     tensors = {name: p.detach() for name, p in model.named_parameters()}
@@ -403,15 +405,15 @@ def test_generate_is_refused_without_the_trainers_weights(tiny, model):
     assert len(engine.generate(PROMPTS, SAMPLED, None)) == 5
     engine.unmap("weights")
     engine.map("weights")  # mapped again, but empty
-    with pytest.raises(RuntimeError, match="push the trainer's first"):
+    with pytest.raises(RuntimeError, match="sync the trainer's first"):
         engine.generate(PROMPTS, SAMPLED, None)
     push(engine, tensors)
     assert len(engine.generate(PROMPTS, SAMPLED, None)) == 5 and engine.weights_version == 2
 
 
-def test_generate_is_refused_in_the_middle_of_a_push(engine):
-    engine.receive(0)
-    with pytest.raises(RuntimeError, match="push the trainer's first"):
+def test_generate_is_refused_in_the_middle_of_a_sync(engine):
+    engine.load_bucket(0)
+    with pytest.raises(RuntimeError, match="sync the trainer's first"):
         engine.generate(PROMPTS, SAMPLED, None)
 
 

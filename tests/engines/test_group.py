@@ -17,9 +17,9 @@ from hybrid_rl.config import Config, ConfigError, RolloutConfig, UpdateConfig
 from hybrid_rl.distributed import World, free_port, join_world
 from hybrid_rl.engines import Generation, Sampling
 from hybrid_rl.engines.group import GroupEngine, check_groups, lead, visible_name
-from hybrid_rl.engines.huggingface import HfEngine
+from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.engines.vllm.engine import engine_environment, group_environment
-from hybrid_rl.weights.bucket import SharedBucket, Slot, joint_handle, open_shared
+from hybrid_rl.weights.bucket import IpcBucket, Slot, joint_handle, open_ipc_bucket
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 9], [3, 4, 11], [7], [8, 8]]
@@ -39,7 +39,7 @@ class OddError(Exception):
         super().__init__(f"at place {place}")
 
 
-class CountingEngine(HfEngine):
+class CountingEngine(HuggingFaceEngine):
     """The oracle, which writes down its seeds."""
 
     def __init__(self, tiny: Path) -> None:
@@ -51,17 +51,17 @@ class CountingEngine(HfEngine):
         super().seed(seed)
 
 
-def fill(engine: HfEngine | GroupEngine, bucket: SharedBucket, tiny: Path) -> None:
+def fill(engine: HuggingFaceEngine | GroupEngine, bucket: IpcBucket, tiny: Path) -> None:
     """Hand the policy's own weights over in one fill; the bucket has room for them."""
-    source = dict(HfEngine(str(tiny / "policy"), dtype=torch.float32, device=CPU)._parameters)
+    source = dict(HuggingFaceEngine(str(tiny / "policy"), dtype=torch.float32, device=CPU)._parameters)
     slots, end = [], 0
     for name, tensor in source.items():
         slots.append(Slot(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, offset=end))
         slots[-1].view(bucket.tensor).copy_(tensor)
         end += slots[-1].nbytes
     engine.open_bucket(bucket.handle(), [slots])
-    engine.receive(0)
-    engine.finish_push()
+    engine.load_bucket(0)
+    engine.finish_sync()
 
 
 def words(call: Any) -> str:
@@ -87,12 +87,12 @@ def rank_of_two(folder: Path, tiny: Path) -> None:
         made.append(CountingEngine(tiny))
         return made[0]
 
-    ranks = world.consecutive(2)
+    ranks = world.model_parallel_group(2)
     found["no start"] = words(lambda: GroupEngine(ranks, lambda gpus: fail(OSError(7))))
     engine = GroupEngine(ranks, start)
     mine = slice(0, FIRST) if world.rank == 0 else slice(FIRST, None)
     found["too early"] = words(lambda: engine.generate(PROMPTS[mine], SAMPLED, SEEDS[mine]))
-    bucket = SharedBucket(1 << 20, CPU)
+    bucket = IpcBucket(1 << 20, CPU)
     fill(engine, bucket, tiny)
     bucket.unlink()
     found["engines"], found["version"] = len(made), engine.weights_version
@@ -136,7 +136,7 @@ def test_the_engine_is_started_once_and_told_of_every_device(both):
 
 def test_every_rank_gets_what_an_engine_of_its_own_would_give(both, tiny):
     alone = CountingEngine(tiny)
-    fill(alone, SharedBucket(1 << 20, CPU), tiny)
+    fill(alone, IpcBucket(1 << 20, CPU), tiny)
     expected = alone.generate(PROMPTS, SAMPLED, SEEDS)
     found = [Generation(**fields) for rank in both for fields in rank["seeded"]]
     assert [len(rank["seeded"]) for rank in both] == [FIRST, 1]
@@ -188,13 +188,13 @@ def test_every_kind_of_group_is_checked():
 
 
 def test_each_worker_opens_the_bucket_at_its_place():
-    buckets = [SharedBucket(8, CPU) for _ in range(2)]
+    buckets = [IpcBucket(8, CPU) for _ in range(2)]
     for value, bucket in enumerate(buckets):
         bucket.tensor.fill_(value + 1)
     joint = joint_handle({f"cpu {i}": bucket.handle() for i, bucket in enumerate(buckets)})
-    assert [open_shared(joint, CPU, worker=i).tolist() for i in range(2)] == [[1] * 8, [2] * 8]
+    assert [open_ipc_bucket(joint, CPU, worker=i).tolist() for i in range(2)] == [[1] * 8, [2] * 8]
     with pytest.raises(RuntimeError, match="no bucket for engine worker 2 on cpu 2, only on cpu 0, cpu 1"):
-        open_shared(joint, CPU, worker=2)
+        open_ipc_bucket(joint, CPU, worker=2)
     for bucket in buckets:
         bucket.unlink()
 

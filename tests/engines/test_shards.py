@@ -24,8 +24,9 @@ from transformers import (
 from hybrid_rl.checkpoints.snapshot import Parts
 from hybrid_rl.config import ConfigError, ModelsConfig, OptimizerConfig
 from hybrid_rl.distributed import World, join_world
-from hybrid_rl.engines.deepspeed.engine import TrainEngine
-from hybrid_rl.models.loading import PackedModel, load_actor, load_value_model
+from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
+from hybrid_rl.models.loading import load_actor, load_value_model
+from hybrid_rl.models.packed import PackedModel
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {
@@ -102,14 +103,16 @@ def make_module(case: Case, folder: Path) -> PackedModel:
     return load_value_model(path, settings, CPU, field="models.critic")
 
 
-def make_engine(case: Case, folder: Path, world: World, size: int) -> TrainEngine:
+def make_engine(case: Case, folder: Path, world: World, size: int) -> DeepSpeedEngine:
     # With the usual eps, rounding alone decides where Adam goes for a gradient that is nearly 0.
     optimizer = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5, kind=case.optimizer)
     module = make_module(case, folder)
-    return TrainEngine(module, optimizer, zero_stage=case.stage, total_steps=9, world=world, tensor_parallel_size=size)
+    return DeepSpeedEngine(
+        module, optimizer, zero_stage=case.stage, total_steps=9, world=world, tensor_parallel_size=size
+    )
 
 
-def take_step(engine: TrainEngine, role: str) -> dict[str, Any]:
+def take_step(engine: DeepSpeedEngine, role: str) -> dict[str, Any]:
     """Take a step in two micro-batches, the second in one pass; return what the model said, and the norm."""
     if role == "critic":
         outputs: tuple[Tensor, ...] = (engine.forward(**INPUTS),)
@@ -126,7 +129,7 @@ def take_step(engine: TrainEngine, role: str) -> dict[str, Any]:
     return {"outputs": torch.stack([x.detach() for x in outputs]), "norm": engine.step()}
 
 
-def weights_of(engine: TrainEngine) -> dict[str, Tensor]:
+def weights_of(engine: DeepSpeedEngine) -> dict[str, Tensor]:
     shapes = engine.named_shapes()
     with engine.gathered([name for name, _, _ in shapes]) as tensors:
         assert [(name, tuple(t.shape), t.dtype) for name, t in tensors.items()] == shapes
@@ -142,8 +145,8 @@ def train(case: Case, folder: Path, world: World, size: int, snapshot: Path) -> 
         "steps": steps,
         "weights": weights_of(engine),
         "num_held": sum(p.numel() for p in engine.module.parameters()),
-        "state_bytes": engine.state_bytes(),
-        "learned_bytes": engine.learned_bytes,
+        "optimizer_bytes": engine.optimizer_bytes(),
+        "checkpoint_bytes": engine.checkpoint_bytes,
         "next": take_step(engine, case.role),
         "after": weights_of(engine),
     }
@@ -169,7 +172,7 @@ def forgetful(case: Case, folder: Path, world: World) -> None:
     module = make_module(case, folder)
     plan = module.model.config.base_model_tp_plan
     module.model.config.base_model_tp_plan = {k: v for k, v in plan.items() if "_norm" not in k}
-    TrainEngine(module, OptimizerConfig(), zero_stage=2, total_steps=9, world=world, tensor_parallel_size=2)
+    DeepSpeedEngine(module, OptimizerConfig(), zero_stage=2, total_steps=9, world=world, tensor_parallel_size=2)
 
 
 def main() -> None:
@@ -235,8 +238,8 @@ def test_ranks_have_the_same_whole_model_and_half_of_it_each(ran, name):
     assert_same(first["after"], second["after"], 0)
     num_whole = ran.alone[name]["num_held"]
     for rank in (first, second):
-        assert rank["learned_bytes"] == ran.alone[name]["learned_bytes"] == 12 * num_whole
-        assert rank["state_bytes"] == 12 * rank["num_held"] < 0.7 * 12 * num_whole
+        assert rank["checkpoint_bytes"] == ran.alone[name]["checkpoint_bytes"] == 12 * num_whole
+        assert rank["optimizer_bytes"] == 12 * rank["num_held"] < 0.7 * 12 * num_whole
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -17,12 +17,15 @@ from hybrid_rl.batch import Packed
 from hybrid_rl.config import Config, ConfigError, MemoryConfig, ModelsConfig, OptimizerConfig, UpdateConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import tenants
-from hybrid_rl.engines.deepspeed.engine import StatesTenant, TrainEngine
-from hybrid_rl.memory.phases import FrozenModule, MemoryManager, Phase, PooledModule, PooledTenant, Resident
+from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
+from hybrid_rl.engines.tenants import OptimizerTenant
+from hybrid_rl.memory.phases import MemoryManager
 from hybrid_rl.memory.phases import phases as memory
-from hybrid_rl.models.loading import load_actor, packed_inputs
-from hybrid_rl.monitoring.metrics import Timeline
-from hybrid_rl.trainer import RESIDENCY
+from hybrid_rl.memory.residency import RESIDENCY, Phase
+from hybrid_rl.memory.tenants import FrozenModule, PooledModule, PooledTenant, Resident
+from hybrid_rl.models.loading import load_actor
+from hybrid_rl.models.packed import packed_inputs
+from hybrid_rl.monitoring.timeline import Timeline
 from hybrid_rl_kernels.vmm_pool import VmmOutOfMemoryError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -111,12 +114,12 @@ def world() -> World:
     return join_world()
 
 
-def logprobs_of(engine: TrainEngine, packed: Packed) -> Tensor:
+def logprobs_of(engine: DeepSpeedEngine, packed: Packed) -> Tensor:
     index = {"index": packed.response_index, "targets": packed.targets, "temperature": 1.0}
     return engine.forward(**packed_inputs(packed), **index)[0]
 
 
-def take_step(engine: TrainEngine, pieces: list[Packed]) -> float:
+def take_step(engine: DeepSpeedEngine, pieces: list[Packed]) -> float:
     for place, packed in enumerate(pieces):
         logprobs = logprobs_of(engine, packed)
         engine.backward(-(logprobs * torch.linspace(1, 2, len(logprobs))).sum(), is_last=place == len(pieces) - 1)
@@ -127,7 +130,7 @@ def take_step(engine: TrainEngine, pieces: list[Packed]) -> float:
 class Trained:
     """An engine, and who moves it; nobody in the run that the others are held to."""
 
-    engine: TrainEngine
+    engine: DeepSpeedEngine
     states: PooledTenant | None = None
     weights: PooledTenant | None = None
 
@@ -156,15 +159,15 @@ def make(tiny: Path, world: World, stage: int, dtype: str) -> Trained:
     actor = load_actor(str(tiny / "policy"), ModelsConfig(dtype=dtype), CPU)
     for parameter in actor.parameters():
         parameter.data = parameter.data.clone()  # on a CPU they lie in the mapped file, which cannot move
-    return Trained(TrainEngine(actor, ADAM, zero_stage=stage, total_steps=6, world=world))
+    return Trained(DeepSpeedEngine(actor, ADAM, zero_stage=stage, total_steps=6, world=world))
 
 
 def make_moving(tiny: Path, world: World, stage: int, dtype: str, name: str = "actor") -> Trained:
     trained = make(tiny, world, stage, dtype)
     makes = tenants.Tenants(Config(memory=MemoryConfig(swap="vmm")), CPU)
     makes._moves = True  # as on a GPU
-    trained.states = makes.states(name, trained.engine)
-    trained.weights = makes.parameters(name, trained.engine, is_shared=False)
+    trained.states = makes.optimizer(name, trained.engine)
+    trained.weights = makes.parameters(name, trained.engine, is_aliased=False)
     return trained
 
 
@@ -184,9 +187,9 @@ def test_training_saving_and_loading_are_the_same_bits(tiny, world, pieces, pool
     assert found == expected
 
     resumed = make_moving(tiny, world, stage, dtype, "critic")  # it loads into memory of the pool
-    places = [tensor.data_ptr() for tensor in resumed.engine.state_tensors()]
+    places = [tensor.data_ptr() for tensor in resumed.engine.optimizer_tensors()]
     resumed.engine.load(tmp_path)
-    assert [tensor.data_ptr() for tensor in resumed.engine.state_tensors()] == places
+    assert [tensor.data_ptr() for tensor in resumed.engine.optimizer_tensors()] == places
     resumed.leave()
     assert [resumed.visit(pieces) for _ in range(2)] == expected[2:]
 
@@ -205,14 +208,14 @@ def test_a_step_leaves_no_gradient_behind_but_in_the_buffers(tiny, world, pieces
 @pytest.mark.parametrize("stage, dtype", CASES)
 def test_all_that_shares_memory_moves_together(tiny, world, pieces, pool, stage, dtype):
     trained = make(tiny, world, stage, dtype)
-    trained.engine.state_tensors()  # the moments are made
+    trained.engine.optimizer_tensors()  # the moments are made
     take_step(trained.engine, pieces)
     trained.engine.drop_gathered()
     before = [(tensor, tensor.untyped_storage().data_ptr()) for tensor in live_tensors() if tensor.numel()]
     makes = tenants.Tenants(Config(memory=MemoryConfig(swap="vmm")), CPU)
     makes._moves = True
-    makes.states("actor", trained.engine)
-    makes.parameters("actor", trained.engine, is_shared=False)
+    makes.optimizer("actor", trained.engine)
+    makes.parameters("actor", trained.engine, is_aliased=False)
     new_places: dict[int, set[int]] = {}
     for tensor, place in before:
         new_places.setdefault(place, set()).add(tensor.untyped_storage().data_ptr())
@@ -234,14 +237,14 @@ def test_the_bytes_of_each_tenant(tiny, world, pieces, pool):
     assert trained.states.release() == pytest.approx(12 * numel, abs=96)
     assert trained.weights.release() == pytest.approx(2 * numel + buffers, abs=64)
     assert pool.regions.keys() == {
-        *("actor_states", "actor_states scratch", "actor_parameters", "actor_parameters scratch")
+        *("actor_optimizer", "actor_optimizer scratch", "actor_parameters", "actor_parameters scratch")
     }
 
 
 def test_gradients_of_zero_1_are_dropped_and_return_as_zeros(tiny, world, pieces, pool):
     trained = make_moving(tiny, world, 1, "bfloat16")
     buffers = trained.engine.gradient_buffers()
-    assert pool.regions["actor_states scratch"].policy == "drop"
+    assert pool.regions["actor_optimizer scratch"].policy == "drop"
     assert sum(buffer.nbytes for buffer in buffers) >= 4 * sum(p.numel() for p in trained.engine.module.parameters())
     take_step(trained.engine, pieces)
     trained.states.release()
@@ -285,7 +288,7 @@ def test_a_frozen_module_moves_out_once(pool):
 def test_the_manager_exchanges_what_leaves_for_what_enters(pool, tmp_path):
     timeline = Timeline()
     manager = MemoryManager(RESIDENCY, CPU, timeline)
-    tensors = {name: torch.full((4,), float(i)) for i, name in enumerate(("actor_states", "critic_states"))}
+    tensors = {name: torch.full((4,), float(i)) for i, name in enumerate(("actor_optimizer", "critic_optimizer"))}
     parts = {name: PooledTenant(pool, name, [tensor]) for name, tensor in tensors.items()}
     for name, part in parts.items():
         manager.admit(name, part)
@@ -297,8 +300,8 @@ def test_the_manager_exchanges_what_leaves_for_what_enters(pool, tmp_path):
                 assert parts[name].is_resident == here and tensor.isnan().all() != here
     timeline.write(tmp_path / "timeline.json")
     written = (tmp_path / "timeline.json").read_text()
-    assert written.count('"exchange critic_states for actor_states"') == 1
-    assert tensors["actor_states"].tolist() == [0.0] * 4
+    assert written.count('"exchange critic_optimizer for actor_optimizer"') == 1
+    assert tensors["actor_optimizer"].tolist() == [0.0] * 4
 
 
 def test_who_moves_is_decided_by_settings_and_device(tiny, world, monkeypatch):
@@ -308,7 +311,7 @@ def test_who_moves_is_decided_by_settings_and_device(tiny, world, monkeypatch):
     off = replace(Config(), memory=MemoryConfig(swap="off"))
     module = torch.nn.Linear(2, 2)
     for config, device, states, frozen in (
-        (offload, CUDA, StatesTenant, FrozenModule),
+        (offload, CUDA, OptimizerTenant, FrozenModule),
         (on_host, CUDA, Resident, FrozenModule),
         (off, CUDA, Resident, type(None)),
         (offload, CPU, Resident, type(None)),
@@ -316,29 +319,31 @@ def test_who_moves_is_decided_by_settings_and_device(tiny, world, monkeypatch):
         (Config(), CPU, Resident, type(None)),
     ):
         makes = tenants.Tenants(config, device)
-        assert type(makes.states("actor", engine)) is states
-        assert makes.is_offloaded("actor") == (states is StatesTenant)
+        assert type(makes.optimizer("actor", engine)) is states
+        assert makes.is_offloaded("actor") == (states is OptimizerTenant)
         assert type(makes.frozen("reference", module)) is frozen
-        assert type(makes.parameters("actor", engine, is_shared=False)) is Resident
+        assert type(makes.parameters("actor", engine, is_aliased=False)) is Resident
 
 
 def test_what_no_phase_sends_away_is_not_moved_into_the_pool(tiny, world, pool):
-    residency = {**RESIDENCY, **dict.fromkeys(("actor_states", "actor_parameters", "reference"), frozenset(Phase))}
+    residency = {**RESIDENCY, **dict.fromkeys(("actor_optimizer", "actor_parameters", "reference"), frozenset(Phase))}
     manager = MemoryManager(residency, CPU, Timeline())
-    assert manager.stays == {"actor_states", "actor_parameters", "reference"}
+    assert manager.stays == {"actor_optimizer", "actor_parameters", "reference"}
     engine, module = make(tiny, world, 2, "bfloat16").engine, torch.nn.Linear(2, 2)
     makes = tenants.Tenants(Config(), CPU, stays=manager.stays)
     makes._moves = True
-    assert type(makes.states("actor", engine)) is type(makes.parameters("actor", engine, is_shared=False)) is Resident
+    assert (
+        type(makes.optimizer("actor", engine)) is type(makes.parameters("actor", engine, is_aliased=False)) is Resident
+    )
     assert makes.frozen("reference", module) is None and not pool.regions
-    assert type(makes.states("critic", engine)) is PooledTenant and not makes.is_offloaded("critic")
+    assert type(makes.optimizer("critic", engine)) is PooledTenant and not makes.is_offloaded("critic")
 
 
 def test_shared_weights_stay(tiny, world, pool):
     engine = make(tiny, world, 2, "bfloat16").engine
     makes = tenants.Tenants(Config(), CPU)
-    assert type(makes.parameters("actor", engine, is_shared=True)) is Resident
-    assert type(makes.parameters("actor", engine, is_shared=False)) is PooledTenant
+    assert type(makes.parameters("actor", engine, is_aliased=True)) is Resident
+    assert type(makes.parameters("actor", engine, is_aliased=False)) is PooledTenant
 
 
 def test_vmm_without_the_library_is_an_error_and_auto_says_what_serves(monkeypatch, caplog):

@@ -13,11 +13,12 @@ from hybrid_rl.batch import Prompt, Rollout, make_train_batch, pack
 from hybrid_rl.config import ModelsConfig, OptimizerConfig, RolloutConfig, SyncConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import Generation, Sampling
-from hybrid_rl.engines.deepspeed.engine import TrainEngine
+from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
 from hybrid_rl.engines.vllm.engine import VllmEngine
-from hybrid_rl.models.loading import load_actor, packed_inputs
-from hybrid_rl.monitoring.metrics import Timeline
-from hybrid_rl.weights.flat import FlatWeights
+from hybrid_rl.models.loading import load_actor
+from hybrid_rl.models.packed import packed_inputs
+from hybrid_rl.monitoring.timeline import Timeline
+from hybrid_rl.weights.alias import AliasBuffer
 from hybrid_rl.weights.sync import AliasSync, CopySync, SyncReport
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -86,13 +87,15 @@ def start(model: Path, world: World, **shared: Any) -> VllmEngine:
 def look(model: Path, world: World) -> Seen:
     seen = Seen()
     actor = load_actor(str(model), ModelsConfig(), world.device)
-    flat = FlatWeights(actor.model, world)
-    seen.weight_bytes = sum(slot.nbytes for slot in flat.slots)
-    engine = start(model, world, shared=flat.share())
-    trainer = TrainEngine(actor, OptimizerConfig(lr=1e-4), zero_stage=2, total_steps=9, world=world, flat=flat)
-    sync = AliasSync(trainer, engine, SyncConfig(), world.device, Timeline(), flat=flat)
+    alias_buffer = AliasBuffer(actor.model, world)
+    seen.weight_bytes = sum(slot.nbytes for slot in alias_buffer.slots)
+    engine = start(model, world, aliased=alias_buffer.export())
+    trainer = DeepSpeedEngine(
+        actor, OptimizerConfig(lr=1e-4), zero_stage=2, total_steps=9, world=world, alias_buffer=alias_buffer
+    )
+    sync = AliasSync(trainer, engine, SyncConfig(), world.device, Timeline(), alias_buffer=alias_buffer)
     for step in range(3):
-        seen.reports.append(sync.push())
+        seen.reports.append(sync.sync())
         seen.shared.append(generate(engine))
         inputs, theirs = packed_of(seen.shared[-1], world.device)
         with torch.no_grad():
@@ -108,7 +111,7 @@ def look(model: Path, world: World) -> Seen:
     seen.awake_shared = used()
     engine.close()
     engine = start(model, world)
-    CopySync(trainer, engine, SyncConfig(bucket_bytes=64 * MIB), world.device, Timeline()).push()
+    CopySync(trainer, engine, SyncConfig(bucket_bytes=64 * MIB), world.device, Timeline()).sync()
     seen.copied = generate(engine)
     seen.awake_copied = used()
     engine.close()

@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from hybrid_rl.config import ModelsConfig
 from hybrid_rl.models.fused_layers import FAMILIES
-from hybrid_rl.models.loading import Actor, load_actor, load_value_model
+from hybrid_rl.models.loading import load_actor, load_value_model
+from hybrid_rl.models.packed import Actor
 from hybrid_rl.planning.shapes import read_shape
 
 HAS_LIGER = importlib.util.find_spec("liger_kernel") is not None

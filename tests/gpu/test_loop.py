@@ -20,7 +20,7 @@ from hybrid_rl.config import (
     UpdateConfig,
 )
 from hybrid_rl.engines import Sampling
-from hybrid_rl.memory.phases import Phase
+from hybrid_rl.memory.residency import Phase
 from hybrid_rl.validate import validate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -59,7 +59,8 @@ def finished(
 ) -> dict[str, object]:
     """What a run of six steps left: its folder, and what its engine generates after the last hand-over."""
     from hybrid_rl.build import build
-    from hybrid_rl.trainer import RESIDENCY, loop
+    from hybrid_rl.memory.residency import RESIDENCY
+    from hybrid_rl.trainer import loop
 
     config = make_config(small, tmp_path_factory.mktemp("runs"), request.param)
     run = build(config, RESIDENCY)
@@ -129,6 +130,6 @@ def test_swapping_really_frees_the_device(finished: dict, engine_bytes) -> None:
     held = engine_bytes(finished["dir"])
     assert min(held) < max(held) - 1900 * MIB  # the KV cache of 2 GiB comes and goes
     events = json.loads((finished["dir"] / "timeline.json").read_text())["traceEvents"]
-    moved = [e["args"] for e in events if "actor_states" in e.get("name", "")]  # exchanged for the critic's, too
+    moved = [e["args"] for e in events if "actor_optimizer" in e.get("name", "")]  # exchanged for the critic's, too
     assert len(moved) >= 10 and all(args["bytes"] > 1 << 30 for args in moved)
     print("actor states, GB/s:", [args["GB_per_s"] for args in moved])

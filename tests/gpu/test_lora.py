@@ -9,8 +9,9 @@ import torch
 from hybrid_rl.batch import Prompt, Rollout, make_train_batch, pack
 from hybrid_rl.config import LoraConfig, ModelsConfig, OptimizerConfig
 from hybrid_rl.distributed import join_world
-from hybrid_rl.engines.deepspeed.engine import TrainEngine
-from hybrid_rl.models.loading import load_actor, packed_inputs
+from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
+from hybrid_rl.models.loading import load_actor
+from hybrid_rl.models.packed import packed_inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -38,7 +39,7 @@ def make_inputs() -> dict[str, Any]:
 def test_adapters_learn_while_states_come_and_go(small: Path, stage: int) -> None:
     world = join_world()
     actor = load_actor(str(small / "policy"), ModelsConfig(), world.device, lora=LoraConfig(rank=16))
-    trainer = TrainEngine(
+    trainer = DeepSpeedEngine(
         actor, OptimizerConfig(lr=1e-3), zero_stage=stage, total_steps=9, world=world, is_offloaded=True
     )
     name = "model.layers.3.self_attn.q_proj.weight"
@@ -59,4 +60,4 @@ def test_adapters_learn_while_states_come_and_go(small: Path, stage: int) -> Non
     with trainer.gathered([name]) as tensors:
         assert not torch.equal(tensors[name], before)
     numel = sum(tensor.numel() for tensor in trainer.adapter().values())
-    assert trainer.state_bytes() == 12 * numel < 2e8
+    assert trainer.optimizer_bytes() == 12 * numel < 2e8

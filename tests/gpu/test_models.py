@@ -8,7 +8,8 @@ import torch
 
 from hybrid_rl.batch import Prompt, Rollout, make_train_batch, pack
 from hybrid_rl.config import ModelsConfig
-from hybrid_rl.models.loading import load_actor, packed_inputs
+from hybrid_rl.models.loading import load_actor
+from hybrid_rl.models.packed import packed_inputs
 from hybrid_rl_kernels import fused_logprobs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from hybrid_rl.memory.phases import Phase
+from hybrid_rl.memory.residency import Phase
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

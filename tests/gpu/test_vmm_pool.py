@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybrid_rl.batch import Prompt, Rollout, make_train_batch, pack
 from hybrid_rl.config import Config, MemoryConfig, ModelsConfig, OptimizerConfig
-from hybrid_rl.memory.phases import PooledModule, PooledTenant, rehome
+from hybrid_rl.memory.tenants import PooledModule, PooledTenant, rehome
 from hybrid_rl_kernels.vmm_pool import Region, VmmOutOfMemoryError, VmmPool, pool_of, released_bytes, why_unavailable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -115,7 +115,7 @@ def crowded() -> Iterator[list[Tensor]]:
 
 
 def test_out_of_memory_in_a_restore_rolls_back(pool: VmmPool, crowded: list[Tensor]) -> None:
-    region = pool.region("actor_states")
+    region = pool.region("actor_optimizer")
     tensor, expected = filled(region, SIZE, 3)
     region.release()
     crowded.append(torch.empty(free_bytes() - SIZE // 2, dtype=torch.uint8, device="cuda"))
@@ -208,20 +208,21 @@ def response(ids: list[int]) -> Rollout:
 def train(small: Path, device: torch.device, stage: int, *, moves: bool) -> list[object]:
     """Three steps, with states and weights away in between; gradient norms and checksums of all that learned."""
     from hybrid_rl.distributed import join_world
-    from hybrid_rl.engines.deepspeed.engine import TrainEngine
+    from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
     from hybrid_rl.engines.tenants import Tenants
-    from hybrid_rl.models.loading import load_actor, packed_inputs
-    from hybrid_rl.weights.bucket import checksum
+    from hybrid_rl.models.loading import load_actor
+    from hybrid_rl.models.packed import packed_inputs
+    from hybrid_rl.weights.checksum import checksum
 
     world = join_world()
     torch.manual_seed(0)
     models = ModelsConfig(actor=str(small / "policy"), dtype="bfloat16", attention="sdpa")
     actor = load_actor(models.actor, models, device)
-    engine = TrainEngine(actor, OptimizerConfig(lr=1e-3), zero_stage=stage, total_steps=3, world=world)
+    engine = DeepSpeedEngine(actor, OptimizerConfig(lr=1e-3), zero_stage=stage, total_steps=3, world=world)
     makes = Tenants(Config(memory=MemoryConfig(swap="vmm")), device)
     parts: list[PooledTenant] = []
     if moves:
-        for tenant in (makes.states("actor", engine), makes.parameters("actor", engine, is_shared=False)):
+        for tenant in (makes.optimizer("actor", engine), makes.parameters("actor", engine, is_aliased=False)):
             assert isinstance(tenant, PooledTenant)
             parts.append(tenant)
     packed = pack(make_train_batch([response(list(range(3 + i, 60 + 7 * i))) for i in range(2)]), [0, 1], device)

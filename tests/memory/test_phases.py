@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from hybrid_rl.memory.device import grow_segments
-from hybrid_rl.memory.phases import FrozenModule, MemoryManager, Phase, PhaseError, Resident
-from hybrid_rl.monitoring.metrics import Timeline
-from hybrid_rl.trainer import RESIDENCY
+from hybrid_rl.memory.phases import MemoryManager, PhaseError
+from hybrid_rl.memory.residency import RESIDENCY, Phase
+from hybrid_rl.memory.tenants import FrozenModule, Resident
+from hybrid_rl.monitoring.timeline import Timeline
 
 SYNC, ROLLOUT, SCORE, UPDATE_CRITIC, UPDATE_ACTOR = Phase
 CPU = torch.device("cpu")
@@ -18,15 +19,15 @@ BYTES = {
     "reference": 2,
     "reward_model": 2,
     "critic_parameters": 1,
-    "critic_states": 12,
+    "critic_optimizer": 12,
     "actor_parameters": 2,
-    "actor_states": 16,
+    "actor_optimizer": 16,
 }
 
 
 ADMITTED = [
-    *("engine_weights", "engine_kv_cache", "actor_states", "actor_parameters"),
-    *("critic_states", "critic_parameters", "reference", "reward_model"),
+    *("engine_weights", "engine_kv_cache", "actor_optimizer", "actor_parameters"),
+    *("critic_optimizer", "critic_parameters", "reference", "reward_model"),
 ]
 
 
@@ -101,11 +102,11 @@ def test_moves_of_two_steps():
             *("-engine_weights", "-engine_kv_cache"),
             *("+actor_parameters", "+critic_parameters", "+reference", "+reward_model"),
         ],
-        UPDATE_CRITIC: ["-actor_parameters", "-reference", "-reward_model", "+critic_states"],
-        UPDATE_ACTOR: ["-critic_states", "-critic_parameters", "+actor_states", "+actor_parameters"],
+        UPDATE_CRITIC: ["-actor_parameters", "-reference", "-reward_model", "+critic_optimizer"],
+        UPDATE_ACTOR: ["-critic_optimizer", "-critic_parameters", "+actor_optimizer", "+actor_parameters"],
     }
     assert {phase: house.visit(phase, 1) for phase in Phase} == first
-    second = {**first, SYNC: ["-actor_states", "+engine_weights"]}
+    second = {**first, SYNC: ["-actor_optimizer", "+engine_weights"]}
     assert {phase: house.visit(phase, 2) for phase in Phase} == second
 
 
@@ -216,7 +217,7 @@ def test_phase_closes_when_its_body_fails():
         raise ZeroDivisionError
     assert house.manager.current is None
     house.take_log()
-    assert house.visit(UPDATE_CRITIC, 1) == ["-actor_parameters", "-reference", "-reward_model", "+critic_states"]
+    assert house.visit(UPDATE_CRITIC, 1) == ["-actor_parameters", "-reference", "-reward_model", "+critic_optimizer"]
 
 
 def test_resident_moves_nothing_and_follows_the_table():

@@ -8,10 +8,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hybrid_rl.config import Config, ConfigError, ModelsConfig, PromptsConfig, RolloutConfig
+from hybrid_rl.memory.residency import RESIDENCY
 from hybrid_rl.models.fused_layers import FAMILIES, check_family, uses_liger
 from hybrid_rl.models.loading import fused_layers, load_actor
-from hybrid_rl.planning.plan import GIB, Machine, make_plan, read_shapes
-from hybrid_rl.trainer import RESIDENCY
+from hybrid_rl.planning.plan import GIB, Machine, read_shapes
+from hybrid_rl.planning.planner import make_plan
 
 
 @pytest.mark.parametrize("is_installed, has_gpu, is_there", [(1, 1, True), (0, 1, False), (0, 0, True)])

@@ -50,18 +50,10 @@ from hybrid_rl.config import (
     UpdateConfig,
 )
 from hybrid_rl.engines import Sampling
-from hybrid_rl.engines.huggingface import HfEngine
-from hybrid_rl.models.loading import (
-    Actor,
-    LogprobHead,
-    check_models,
-    eos_token_ids,
-    load_actor,
-    load_tokenizer,
-    load_value_model,
-    packed_inputs,
-)
-from hybrid_rl.weights.bucket import SharedBucket, bucket_bytes, plan_buckets
+from hybrid_rl.engines.huggingface import HuggingFaceEngine
+from hybrid_rl.models.loading import check_models, eos_token_ids, load_actor, load_tokenizer, load_value_model
+from hybrid_rl.models.packed import Actor, LogprobHead, packed_inputs
+from hybrid_rl.weights.bucket import IpcBucket, bucket_bytes, plan_buckets
 
 CPU = torch.device("cpu")
 VOCABULARY = 40
@@ -434,15 +426,15 @@ def test_the_oracle_engine_samples_by_the_same_logprobs(tiny, tmp_path, name):
     """Gemma 2's soft caps, Cohere's scale and BLOOM's ALiBi reach the sampled tokens' log-probs on both sides."""
     folder = save_random(AutoModelForCausalLM, (FAMILIES | PADDED)[name](), tmp_path, tiny / "policy")
     actor = load_actor(str(folder), ModelsConfig(), CPU)
-    engine = HfEngine(str(folder), dtype=torch.float32, device=CPU)
+    engine = HuggingFaceEngine(str(folder), dtype=torch.float32, device=CPU)
     plan = plan_buckets([(n, tuple(p.shape), p.dtype) for n, p in actor.model.named_parameters()], 1 << 30)
-    bucket = SharedBucket(bucket_bytes(plan), CPU)
+    bucket = IpcBucket(bucket_bytes(plan), CPU)
     for slot in plan[0]:
         slot.view(bucket.tensor).copy_(dict(actor.model.named_parameters())[slot.name])
     engine.open_bucket(bucket.handle(), plan)
     bucket.unlink()
-    engine.receive(0)
-    engine.finish_push()
+    engine.load_bucket(0)
+    engine.finish_sync()
     sampling = Sampling(temperature=0.7, max_tokens=12, stop_token_ids=())
     prompts = [[5, 9, 3], [7]]
     rollouts = [

@@ -13,15 +13,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, FalconH1Config, GPT2Config
 
 from hybrid_rl.batch import Packed, Prompt, Rollout, make_train_batch, pack
-from hybrid_rl.checkpoints import saver as checkpoint
+from hybrid_rl.checkpoints import export
 from hybrid_rl.config import ConfigError, LoraConfig, ModelsConfig, OptimizerConfig, SyncConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import Sampling
-from hybrid_rl.engines.deepspeed.engine import TrainEngine
-from hybrid_rl.engines.huggingface import HfEngine
-from hybrid_rl.models.loading import load_actor, load_tokenizer, load_value_model, packed_inputs
+from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
+from hybrid_rl.engines.huggingface import HuggingFaceEngine
+from hybrid_rl.models.loading import load_actor, load_tokenizer, load_value_model
 from hybrid_rl.models.lora import ServedWeight, served_weights
-from hybrid_rl.monitoring.metrics import Timeline
+from hybrid_rl.models.packed import packed_inputs
+from hybrid_rl.monitoring.timeline import Timeline
 from hybrid_rl.weights.sync import CopySync
 
 CPU = torch.device("cpu")
@@ -51,17 +52,17 @@ def policy(request, tiny, tmp_path_factory) -> Path:
     return folder
 
 
-def make_actor(folder: Path, world: World, stage: int = 2, lora: LoraConfig = LORA, **models: Any) -> TrainEngine:
+def make_actor(folder: Path, world: World, stage: int = 2, lora: LoraConfig = LORA, **models: Any) -> DeepSpeedEngine:
     torch.manual_seed(11)
     actor = load_actor(str(folder), ModelsConfig(**models), CPU, lora=lora)
-    return TrainEngine(actor, OPTIMIZER, zero_stage=stage, total_steps=9, world=world)
+    return DeepSpeedEngine(actor, OPTIMIZER, zero_stage=stage, total_steps=9, world=world)
 
 
-def make_critic(folder: Path, world: World, stage: int = 2, *, new_head: bool = False) -> TrainEngine:
+def make_critic(folder: Path, world: World, stage: int = 2, *, new_head: bool = False) -> DeepSpeedEngine:
     torch.manual_seed(12)
     field = "models.critic"
     critic = load_value_model(str(folder), ModelsConfig(), CPU, field=field, lora=LORA, new_head=new_head)
-    return TrainEngine(critic, OPTIMIZER, zero_stage=stage, total_steps=9, world=world)
+    return DeepSpeedEngine(critic, OPTIMIZER, zero_stage=stage, total_steps=9, world=world)
 
 
 def make_packed(rows: list[int]) -> Packed:
@@ -87,7 +88,7 @@ def actor_inputs(packed: Packed) -> dict[str, Any]:
     return packed_inputs(packed) | {"index": packed.response_index, "targets": packed.targets, "temperature": 0.8}
 
 
-def step(trainer: TrainEngine, rows: list[int], *, is_critic: bool = False) -> float:
+def step(trainer: DeepSpeedEngine, rows: list[int], *, is_critic: bool = False) -> float:
     packed = make_packed(rows)
     if is_critic:
         loss = (trainer.forward(**packed_inputs(packed), index=packed.response_index) - 0.5).square().sum()
@@ -98,18 +99,18 @@ def step(trainer: TrainEngine, rows: list[int], *, is_critic: bool = False) -> f
     return trainer.step()
 
 
-def served(trainer: TrainEngine) -> dict[str, Tensor]:
+def served(trainer: DeepSpeedEngine) -> dict[str, Tensor]:
     with trainer.gathered([name for name, _, _ in trainer.named_shapes()]) as tensors:
         return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def stored(trainer: TrainEngine) -> dict[str, tuple[bool, Tensor]]:
+def stored(trainer: DeepSpeedEngine) -> dict[str, tuple[bool, Tensor]]:
     """Return name -> (learns, value) of every parameter as it is kept, without merging."""
     return {name: (p.requires_grad, p.detach().clone()) for name, p in trainer.model.named_parameters()}
 
 
-def peft_model(base: Path, trainer: TrainEngine, folder: Path, world: World) -> Any:
-    checkpoint.export_adapter(folder, trainer, world)
+def peft_model(base: Path, trainer: DeepSpeedEngine, folder: Path, world: World) -> Any:
+    export.export_adapter(folder, trainer, world)
     return peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
 
 
@@ -164,8 +165,8 @@ def test_a_step_changes_adapters_only(policy, world, stage):
 def test_state_bytes_count_what_learns(tiny, world):
     # Rank 2: 2 * (in + out) for q 32 64, k and v 32 32, o 64 32, gate and up 32 64, down 64 32; two layers.
     per_layer = 2 * (96 + 64 + 64 + 96 + 96 + 96 + 96)
-    assert make_actor(tiny / "policy", world).state_bytes() == 12 * 2 * per_layer
-    assert make_critic(tiny / "reward", world, 3).state_bytes() == 12 * (2 * per_layer + 32)
+    assert make_actor(tiny / "policy", world).optimizer_bytes() == 12 * 2 * per_layer
+    assert make_critic(tiny / "reward", world, 3).optimizer_bytes() == 12 * (2 * per_layer + 32)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -215,7 +216,7 @@ def test_a_model_that_is_trained_itself_is_no_reference(tiny, world):
     with pytest.raises(ValueError, match="no reference for itself"):
         actor.reference_forward(**actor_inputs(make_packed([0])))
     with pytest.raises(ValueError, match="no adapter to export"):
-        checkpoint.export_adapter(tiny / "nowhere", actor, world)
+        export.export_adapter(tiny / "nowhere", actor, world)
 
 
 def test_checkpointed_activations_give_the_same_gradients(tiny, world):
@@ -260,12 +261,12 @@ def test_states_that_deepspeed_cannot_offload_are_refused(tiny, world):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_engine_samples_by_the_trainers_logprobs(policy, world, stage):
     actor = make_actor(policy, world, stage)
-    engine = HfEngine(str(policy), dtype=torch.float32, device=CPU)
+    engine = HuggingFaceEngine(str(policy), dtype=torch.float32, device=CPU)
     sync = CopySync(actor, engine, SyncConfig(bucket_bytes=9000), CPU, Timeline())
-    sync.push()
+    sync.sync()
     for rows in ([0, 1], [2], [3]):
         step(actor, rows)
-    assert sync.push().version == 2
+    assert sync.sync().version == 2
     sampling = Sampling(temperature=0.8, max_tokens=12, stop_token_ids=())
     (generation,) = engine.generate([[5, 9, 3]], sampling, [1])
     rollout = Rollout(
@@ -290,7 +291,7 @@ def test_exports_load_elsewhere_to_the_same_logits(policy, tmp_path, world, stag
     for rows in ([0, 1], [2], [3]):
         step(actor, rows)
     tokenizer = load_tokenizer(str(policy))
-    checkpoint.export(tmp_path / "whole", actor, tokenizer, world)
+    export.export(tmp_path / "whole", actor, tokenizer, world)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     assert not list((tmp_path / "whole").glob("adapter*"))
     tensors = served(actor)

@@ -27,10 +27,11 @@ from transformers import (
 from hybrid_rl.batch import Prompt, Rollout, TrainBatch, make_train_batch, pack
 from hybrid_rl.config import ConfigError, LoraConfig, ModelsConfig, OptimizerConfig, PtxConfig, UpdateConfig
 from hybrid_rl.distributed import World, join_world
-from hybrid_rl.engines.deepspeed.engine import TrainEngine
-from hybrid_rl.engines.deepspeed.ulysses import share_tokens
-from hybrid_rl.models.loading import load_actor, load_value_model, packed_inputs
-from hybrid_rl.models.sequence_parallel import apply_together, check_heads, pad_to_share
+from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
+from hybrid_rl.engines.deepspeed.ulysses import enable_sequence_parallel
+from hybrid_rl.models.loading import load_actor, load_value_model
+from hybrid_rl.models.packed import packed_inputs
+from hybrid_rl.models.sequence_parallel import apply_together, check_heads, pad_to_ranks
 from hybrid_rl.steps.logprobs import Packing, sequence_values, token_logprobs, token_values
 from hybrid_rl.steps.ptx import PtxLoss
 from hybrid_rl.steps.update import KlInLoss, update_actor, update_critic
@@ -124,7 +125,7 @@ def make_batch() -> TrainBatch:
 
 def run_case(case: Case, world: World, sharers: World | None, folder: Path, tiny: Path) -> dict[str, Any]:
     """Return what a model says of the batch, and weights and metrics after its updates."""
-    batch_world = world if sharers is None else world.strided(sharers.size)
+    data_parallel = world if sharers is None else world.data_parallel_group(sharers.size)
     models = ModelsConfig(gradient_checkpointing=case.checkpointing)
     config = UpdateConfig(
         mini_batch_size=4,
@@ -133,29 +134,29 @@ def run_case(case: Case, world: World, sharers: World | None, folder: Path, tiny
         entropy_coef=0.01,
         clip_high=0.4,
     )
-    batch, packing = make_batch(), Packing(max_tokens=case.micro_batch_tokens, world=batch_world)
+    batch, packing = make_batch(), Packing(max_tokens=case.micro_batch_tokens, world=data_parallel)
     options: dict[str, Any] = {"seed": 7, "max_response_tokens": 8}
     if case.role == "critic":
         path = str(tiny / "reward")
         critic = load_value_model(path, models, CPU, field="models.critic")
-        critic = share_tokens(critic, sharers, path, field="models.critic")
-        engine = TrainEngine(critic, OPTIMIZER, zero_stage=case.stage, total_steps=9, world=world)
+        critic = enable_sequence_parallel(critic, sharers, path, field="models.critic")
+        engine = DeepSpeedEngine(critic, OPTIMIZER, zero_stage=case.stage, total_steps=9, world=world)
         scores = [token_values(engine.forward, batch, packing), sequence_values(engine.forward, batch, packing)]
-        metrics = update_critic(engine, batch, config, batch_world, **options)
+        metrics = update_critic(engine, batch, config, data_parallel, **options)
     else:
         path = str(make_model(case.model, folder, tiny, world))
         lora = LoraConfig(rank=case.lora)
         torch.manual_seed(5)  # of the adapters
-        actor = share_tokens(load_actor(path, models, CPU, lora=lora), sharers, path, field="models.actor")
-        engine = TrainEngine(actor, OPTIMIZER, zero_stage=case.stage, total_steps=9, world=world)
+        actor = enable_sequence_parallel(load_actor(path, models, CPU, lora=lora), sharers, path, field="models.actor")
+        engine = DeepSpeedEngine(actor, OPTIMIZER, zero_stage=case.stage, total_steps=9, world=world)
         scores = [token_logprobs(engine.forward, batch, packing, temperature=0.8)]
         if case.kl:
             options["kl"] = KlInLoss(coef=0.5, estimator="k2", is_unbiased=False)
         if case.ptx:
             texts = [[3, 4, 5], [9, 8, 7, 6, 5], [20, 21], [2, 3, 2, 3]]
-            ptx = PtxLoss(texts, PtxConfig(batch_size=3), batch_world, seed=1, micro_batch_tokens=24)
+            ptx = PtxLoss(texts, PtxConfig(batch_size=3), data_parallel, seed=1, micro_batch_tokens=24)
             options |= {"ptx": ptx.backward, "ptx_coef": 0.1}
-        metrics = update_actor(engine, batch, config, batch_world, temperature=0.8, **options)
+        metrics = update_actor(engine, batch, config, data_parallel, temperature=0.8, **options)
     with engine.gathered([name for name, _, _ in engine.named_shapes()]) as tensors:
         return {"scores": scores, "metrics": metrics, "weights": {name: t.clone() for name, t in tensors.items()}}
 
@@ -164,7 +165,7 @@ def refusal(model: str, sharers: World, folder: Path, tiny: Path, **models: Any)
     """Return why a model cannot share its tokens."""
     path = str(make_model(model, folder, tiny, sharers))
     try:
-        share_tokens(load_actor(path, ModelsConfig(**models), CPU), sharers, path, field="models.actor")
+        enable_sequence_parallel(load_actor(path, ModelsConfig(**models), CPU), sharers, path, field="models.actor")
     except ConfigError as error:
         return str(error).replace(path, "FOLDER")
     return ""
@@ -175,12 +176,12 @@ def main() -> None:
     root, tiny = map(Path, sys.argv[1:])
     torch.set_num_threads(1)
     world = join_world()
-    sharers = world.consecutive(2, on_device=True)
+    sharers = world.model_parallel_group(2, on_device=True)
     found: dict[str, Any] = {name: run_case(case, world, sharers, root, tiny) for name, case in CASES.items()}
     found["window"] = refusal("window", sharers, root, tiny)
     found["alibi"] = refusal("alibi", sharers, root, tiny)
     found["eager"] = refusal("tiny", sharers, root, tiny, attention="eager")
-    found["places"] = [(w.rank, w.size) for w in (world.strided(1), world.strided(2), sharers)]
+    found["places"] = [(w.rank, w.size) for w in (world.data_parallel_group(1), world.data_parallel_group(2), sharers)]
     items = [[4.0, 5.0], [6.0]][world.rank]
     found["together"] = apply_together(sharers, items, lambda everyone: torch.tensor(everyone).cumsum(0))
     torch.save(found, root / f"rank{world.rank}.pt")
@@ -263,12 +264,12 @@ def test_heads_must_be_dealt_out(heads, key_heads, size, message):
 def test_padding_is_a_sequence_of_its_own():
     packed = pack(make_batch(), [0, 3, 6], CPU)  # 7, 7 and 3 tokens
     inputs = packed_inputs(packed)
-    assert pad_to_share(*inputs.values(), 1)[0] is packed.input_ids
-    ids, places, ends, longest = pad_to_share(*inputs.values(), 4)
+    assert pad_to_ranks(*inputs.values(), 1)[0] is packed.input_ids
+    ids, places, ends, longest = pad_to_ranks(*inputs.values(), 4)
     assert ids[0].tolist() == [*packed.input_ids[0].tolist(), 0, 0, 0]
     assert places[0].tolist() == [*range(7), *range(7), *range(3), *range(3)]
     assert ends.tolist() == [0, 7, 14, 17, 20] and ends.dtype == torch.int32 and longest == 7
-    assert pad_to_share(*packed_inputs(pack(make_batch(), [], CPU)).values(), 4)[3] == 3
+    assert pad_to_ranks(*packed_inputs(pack(make_batch(), [], CPU)).values(), 4)[3] == 3
 
 
 if __name__ == "__main__":

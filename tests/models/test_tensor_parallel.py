@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from hybrid_rl.config import ConfigError
-from hybrid_rl.models.tensor_parallel import check_cuts, planned_cuts
+from hybrid_rl.models.tensor_parallel import check_shard_plan, shard_plan
 
 SMALL: dict[str, Any] = {
     "vocab_size": 31,
@@ -38,7 +38,7 @@ def empty(config: Any, auto_class: Any = AutoModelForCausalLM) -> Any:
 @pytest.mark.parametrize("auto_class", [AutoModelForCausalLM, AutoModelForSequenceClassification])
 def test_layers_are_cut_so_that_only_pairs_of_them_communicate(auto_class):
     model, layer = empty(Qwen3Config(**SMALL, attention_bias=True), auto_class), "model.layers.0"
-    cuts = check_cuts(model, 2)
+    cuts = check_shard_plan(model, 2)
     assert set(cuts.rows) == {
         *(f"{layer}.self_attn.{name}_proj" for name in "qkv"),
         *(f"{layer}.mlp.{name}_proj" for name in ("gate", "up")),
@@ -59,7 +59,7 @@ def test_layers_are_cut_so_that_only_pairs_of_them_communicate(auto_class):
 
 def test_layers_that_give_whole_activations_stay_whole():
     """Olmo 2 norms queries and keys over all heads."""
-    cuts = check_cuts(empty(Olmo2Config(**SMALL)), 2)
+    cuts = check_shard_plan(empty(Olmo2Config(**SMALL)), 2)
     assert {name.split(".")[-1] for name in (*cuts.rows, *cuts.columns)} == {"gate_proj", "up_proj", "down_proj"}
 
 
@@ -84,10 +84,10 @@ def test_layers_that_give_whole_activations_stay_whole():
 )
 def test_model_that_cannot_be_cut_is_refused(config, size, message):
     with pytest.raises(ConfigError, match=f"update.tensor_parallel_size = {size}: .*{message}"):
-        check_cuts(empty(config), size)
+        check_shard_plan(empty(config), size)
 
 
 def test_model_without_a_plan_has_no_cuts():
-    assert planned_cuts(empty(GPT2Config(n_embd=32, n_layer=1, n_head=2))).rows == ()
-    names = planned_cuts(empty(GPTNeoXConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2))).rows
+    assert shard_plan(empty(GPT2Config(n_embd=32, n_layer=1, n_head=2))).rows == ()
+    names = shard_plan(empty(GPTNeoXConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2))).rows
     assert {name.split(".")[-1] for name in names} == {"query_key_value", "dense_h_to_4h"}

@@ -5,7 +5,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hybrid_rl.monitoring.metrics import CudaProfiler, MetricsWriter, Timeline, write_rollouts
+from hybrid_rl.monitoring.metrics import MetricsWriter, write_rollouts
+from hybrid_rl.monitoring.timeline import CudaProfiler, Timeline
 
 
 def trace_events(timeline, path, kind):

@@ -22,7 +22,7 @@ from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import deepspeed
 from hybrid_rl.models.loading import load_actor
 from hybrid_rl.planning import footprint as formulas
-from hybrid_rl.planning.footprint import Sharding, footprint, head_bytes, micro_batch_shares
+from hybrid_rl.planning.footprint import Sharding, footprint, head_bytes, tokens_per_rank
 from hybrid_rl.planning.shapes import ModelShape, read_shape
 from hybrid_rl_kernels.reference import fused_logprobs
 
@@ -95,7 +95,7 @@ def count_every_thread() -> None:
 
 
 def measure(
-    folder: str, stage: int, dtype: str, world: World, engines: list[deepspeed.TrainEngine], **optimizer: Any
+    folder: str, stage: int, dtype: str, world: World, engines: list[deepspeed.DeepSpeedEngine], **optimizer: Any
 ) -> Bytes:
     """Take two optimizer steps of two micro-batches each; the second step's parts are marked.
 
@@ -110,7 +110,7 @@ def measure(
         for parameter in actor.parameters():
             parameter.data = parameter.data.clone()  # out of the file that it is mapped from
         settings = OptimizerConfig(lr=1e-3, **optimizer)
-        engine = deepspeed.TrainEngine(actor, settings, zero_stage=stage, total_steps=9, world=world)
+        engine = deepspeed.DeepSpeedEngine(actor, settings, zero_stage=stage, total_steps=9, world=world)
         ids = torch.arange(NUM_TOKENS)[None]
         for step in range(2):
             mark(f"before {step}")
@@ -166,7 +166,7 @@ def main() -> None:
     model = make_folder(folder / f"files{rank}")  # before the ranks know each other: only the first one would write
     count_every_thread()
     deepspeed._BUCKET_ELEMENTS, world = BUCKET, join_world()
-    engines: list[deepspeed.TrainEngine] = []
+    engines: list[deepspeed.DeepSpeedEngine] = []
     found = {case: measure(model, *case, world, engines) for case in CASES}
     found[ON_HOST] = measure(model, *ON_HOST[:2], world, engines, kind=ON_HOST[2])
     torch.save(found, folder / f"rank{rank}.pt")
@@ -258,12 +258,12 @@ def test_ranks_that_share_tokens_hold_their_part_by_hand():
         rollout=RolloutConfig(max_response_tokens=8),
         update=UpdateConfig(micro_batch_tokens=40),
     )
-    assert micro_batch_shares(config, num_sequences=9, max_tokens=40) == (40, 32)
-    assert micro_batch_shares(config, num_sequences=3, max_tokens=40) == (30, 24)
+    assert tokens_per_rank(config, num_sequences=9, max_tokens=40) == (40, 32)
+    assert tokens_per_rank(config, num_sequences=3, max_tokens=40) == (30, 24)
     shared = dataclasses.replace(config, update=UpdateConfig(micro_batch_tokens=40, sequence_parallel_size=3))
     # 13.3 tokens, and all of them may predict a response.
-    assert micro_batch_shares(shared, num_sequences=9, max_tokens=40) == (14, 14)
-    assert micro_batch_shares(shared, num_sequences=1, max_tokens=40) == (4, 4)
+    assert tokens_per_rank(shared, num_sequences=9, max_tokens=40) == (14, 14)
+    assert tokens_per_rank(shared, num_sequences=1, max_tokens=40) == (4, 4)
 
 
 def test_the_bucket_is_the_engines():

@@ -22,21 +22,18 @@ from hybrid_rl.config import (
     UpdateConfig,
 )
 from hybrid_rl.distributed import join_world
-from hybrid_rl.memory.phases import Phase
+from hybrid_rl.memory.residency import RESIDENCY, Phase
 from hybrid_rl.models.sequence_parallel import check_head_counts
 from hybrid_rl.planning.advice import Change, check_plan, larger_batches, plan_run, suggest
-from hybrid_rl.planning.plan import (
+from hybrid_rl.planning.plan import GIB, Machine, read_shapes
+from hybrid_rl.planning.planner import (
     CONNECTION_BYTES,
     ENGINE_CONTEXT_BYTES,
-    GIB,
     GRAPHS_LAYER_BYTES,
     TRAINER_CONTEXT_BYTES,
-    Machine,
     make_plan,
     num_entries,
-    read_shapes,
 )
-from hybrid_rl.trainer import RESIDENCY
 
 SYNC, ROLLOUT, SCORE, UPDATE_CRITIC, UPDATE_ACTOR = Phase
 LLAMA_1B = LlamaConfig(
@@ -99,7 +96,7 @@ def test_a_7b_model_by_hand(folders):
     num_params = 28 * layer + 2 * 152064 * 3584 + 3584
     assert num_params == 7_615_616_512
     assert row(found, "engine_weights").num_bytes == row(found, "actor_parameters").num_bytes == 2 * num_params
-    assert row(found, "actor_states").num_bytes == 12 * num_params // 8
+    assert row(found, "actor_optimizer").num_bytes == 12 * num_params // 8
     assert row(found, "actor gradients").num_bytes == 4 * num_params // 8
     # 64 sequences a GPU, of 1024 tokens, and vLLM's null block; 2 (keys, values) x 28 layers x 512 x 2 bytes.
     assert (found.wave, found.max_sequences) == (64, 64)
@@ -118,7 +115,7 @@ def test_a_7b_model_by_hand(folders):
     # The embedding and the head are larger than half a bucket; beside them a layer and the attention of the next one.
     beside = layer + (2 * 3584**2 + 3584 + 2 * (3584 * 512 + 512))
     assert row(found, "staging bucket").num_bytes == 2 * (152064 * 3584 + beside)
-    assert found.peak(ROLLOUT) == sum(expected) + row(found, "actor_states").num_bytes
+    assert found.peak(ROLLOUT) == sum(expected) + row(found, "actor_optimizer").num_bytes
 
 
 def test_an_engine_over_two_gpus_halves_its_weights_and_its_cache(folders):
@@ -129,7 +126,7 @@ def test_an_engine_over_two_gpus_halves_its_weights_and_its_cache(folders):
     # Two GPUs' sequences, and one null block; of the four key heads each GPU has two.
     assert (two.wave, two.max_sequences) == (128, 128)
     assert two.kv_bytes == (128 * 1024 + 16) * 57_344 // 2
-    assert row(two, "actor_states") == row(one, "actor_states")
+    assert row(two, "actor_optimizer") == row(one, "actor_optimizer")
     assert row(two, "connections").num_bytes == CONNECTION_BYTES
     assert "connections" not in {r.name for r in one.rows}
 
@@ -145,7 +142,7 @@ def test_adapters_are_all_that_learns(folders):
     # 16 (in + out) of q, o (3584 twice), k, v (3584 and 512), gate, up, down (3584 and 18944), in 28 layers.
     num_adapted = 28 * 16 * (2 * 7168 + 2 * 4096 + 3 * 22528)
     assert shape.num_adapted(config.models.lora) == num_adapted
-    assert row(found, "actor_states").num_bytes == 12 * num_adapted
+    assert row(found, "actor_optimizer").num_bytes == 12 * num_adapted
     assert row(found, "actor_parameters").num_bytes == 2 * (7_615_616_512 + num_adapted)
 
 
@@ -314,7 +311,7 @@ def test_an_optimizer_on_the_host_is_there_wherever_all_else_stays(folders, swap
     num_params = read_shapes(config).actor.num_params
     assert row(found, "actor optimizer on the host").host_bytes == 20 * num_params
     assert row(found, "actor gradients").num_bytes == 4 * num_params
-    assert found.host_bytes >= 20 * num_params and not [r for r in found.rows if r.name == "actor_states"]
+    assert found.host_bytes >= 20 * num_params and not [r for r in found.rows if r.name == "actor_optimizer"]
 
 
 @pytest.mark.parametrize(

@@ -15,15 +15,17 @@ from hybrid_rl.config import (
     SyncConfig,
     UpdateConfig,
 )
-from hybrid_rl.planning.plan import GIB, Machine, Plan, Row, make_plan, read_shapes
+from hybrid_rl.data.files import Row
+from hybrid_rl.memory.residency import RESIDENCY
+from hybrid_rl.planning.plan import GIB, Machine, Plan, read_shapes
+from hybrid_rl.planning.planner import make_plan
 from hybrid_rl.planning.simulator import Rates, bus_seconds, simulate
-from hybrid_rl.trainer import RESIDENCY
 
 FLOOR = Rates(
-    forward_share=1,
-    update_share=1,
+    forward_efficiency=1,
+    update_efficiency=1,
     launch_s=0,
-    decode_share=1,
+    decode_efficiency=1,
     memory_bytes_per_s=3e12,
     host_s_per_step=0,
     host_s_per_sequence=0,
@@ -155,7 +157,7 @@ def test_every_micro_batch_of_an_update_costs_its_launches(config):
 
 def test_the_bus_by_hand():
     rows = (
-        Row(name="actor_states", num_bytes=1, out_bytes=13 * 10**9, in_bytes=43 * 10**9),
+        Row(name="actor_optimizer", num_bytes=1, out_bytes=13 * 10**9, in_bytes=43 * 10**9),
         Row(name="reference", num_bytes=1, in_bytes=551 * 10**8),
     )
     machine = Machine(gpu_memory_bytes=1, backend="reference")

@@ -12,8 +12,11 @@ import torch
 import yaml
 from transformers import AutoTokenizer
 
-from hybrid_rl.memory.phases import MemoryManager, Phase, Resident
-from hybrid_rl.monitoring.metrics import MetricsWriter, Timeline, write_rollouts
+from hybrid_rl.memory.phases import MemoryManager
+from hybrid_rl.memory.residency import Phase
+from hybrid_rl.memory.tenants import Resident
+from hybrid_rl.monitoring.metrics import MetricsWriter, write_rollouts
+from hybrid_rl.monitoring.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "profiling"))
@@ -23,17 +26,17 @@ import bench_rollout  # noqa: E402
 import bench_scaling  # noqa: E402
 import plot_memory  # noqa: E402
 import random_model  # noqa: E402
-from colocated_run import Left  # noqa: E402
+from colocated_run import RunResult  # noqa: E402
 from even_words import even_words  # noqa: E402
 
 GIB = 1 << 30
 SYNC, ROLLOUT, SCORE, UPDATE_CRITIC, UPDATE_ACTOR = Phase
-PLAN = {"actor_parameters": 3, "actor_states": 12, "actor backward of head or layer": 2, "trainer context": 1}
+PLAN = {"actor_parameters": 3, "actor_optimizer": 12, "actor backward of head or layer": 2, "trainer context": 1}
 PLAN |= {"engine_kv_cache": 4, "engine_weights": 3, "engine context": 2, "engine activations": 1, "reference": 3}
 
 
 @pytest.fixture
-def left(tmp_path: Path) -> Left:
+def left(tmp_path: Path) -> RunResult:
     """A run of two steps: device memory in UPDATE_ACTOR and SCORE, which is opened twice."""
     timeline = Timeline()
     manager = MemoryManager({"reference": frozenset({SCORE})}, torch.device("cpu"), timeline)
@@ -52,7 +55,7 @@ def left(tmp_path: Path) -> Left:
     writer.close()
     timeline.write(tmp_path / "timeline.json")
     (tmp_path / "environment.json").write_text(json.dumps({"device": "none"}))
-    return Left(tmp_path)
+    return RunResult(tmp_path)
 
 
 def test_every_row_of_a_plan_has_an_owner():
@@ -120,7 +123,7 @@ def test_peak_is_held_against_the_plan(left):
     assert row["over_plan_percent"] == pytest.approx(10) and row["entry_gib"] == 8
 
 
-def scaled(folder: Path, seconds: float, rewards: list[float]) -> Left:
+def scaled(folder: Path, seconds: float, rewards: list[float]) -> RunResult:
     """A run of two steps of four responses, the first step slower."""
     writer = MetricsWriter(folder)
     for step in (1, 2):
@@ -129,7 +132,7 @@ def scaled(folder: Path, seconds: float, rewards: list[float]) -> Left:
         rows = [{"prompt_id": i, "response": f"{i} {reward}", "reward": reward} for i, reward in enumerate(rewards)]
         write_rollouts(folder, step, rows)
     writer.close()
-    return Left(folder)
+    return RunResult(folder)
 
 
 def test_efficiency_is_against_the_fewest_gpus(tmp_path):

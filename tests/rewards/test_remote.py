@@ -12,7 +12,7 @@ import pytest
 from hybrid_rl.batch import Prompt, Rollout
 from hybrid_rl.config import ConfigError, RewardConfig
 from hybrid_rl.rewards import RemoteScorer, ScorerPool
-from hybrid_rl.rewards.scoring import RewardSources, score_rollouts
+from hybrid_rl.rewards.scoring import RewardSources, score_responses
 
 
 class Service:
@@ -216,7 +216,7 @@ def test_a_remote_score_counts_with_its_weight_beside_the_functions(serve):
     remote = RemoteScorer([service.url], timeout_s=60, retries=0)
     with ScorerPool(["exact_match"], [4.0], timeout_s=60, on_error="zero", num_workers=1) as functions:
         sources = RewardSources(functions=functions, remote=remote)
-        found = score_rollouts(rollouts, sources, RewardConfig(functions=["exact_match"], remote_weight=0.5))
+        found = score_responses(rollouts, sources, RewardConfig(functions=["exact_match"], remote_weight=0.5))
     assert found.parts["remote"].tolist() == [1, 3]
     assert found.scores.tolist() == [0.5, 1.5]  # neither text is its prompt's answer
     # Prompt 1 has no answer to compare with: that is a failure, counted beside the others' in a sum of parts.

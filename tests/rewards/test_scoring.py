@@ -19,11 +19,11 @@ from hybrid_rl.rewards.scoring import (
     RewardSources,
     Scored,
     add_rewards,
+    balance_by_tokens,
     informative_rows,
     normalize_and_clip,
     penalize,
-    score_rollouts,
-    spread_by_tokens,
+    score_responses,
 )
 from hybrid_rl.steps.logprobs import Packing, sequence_values
 
@@ -58,7 +58,7 @@ def test_score_is_the_weighted_sum_of_its_sources(tiny, five_rollouts):
     model = model_of(tiny)
     config = RewardConfig(functions=["exact_match"], model_weight=0.5)
     with ScorerPool(["exact_match"], [2.0], timeout_s=60, on_error="raise", num_workers=1) as scorer:
-        found = score_rollouts(five_rollouts, RewardSources(functions=scorer, model=model), config)
+        found = score_responses(five_rollouts, RewardSources(functions=scorer, model=model), config)
     values = model(five_rollouts)
     torch.testing.assert_close(found.scores, 0.5 * values + torch.tensor([2.0, 0, 0, 0, 0]))
     assert found.sums["reward/model"] == pytest.approx(float(values.sum()), abs=1e-5)
@@ -68,7 +68,7 @@ def test_score_is_the_weighted_sum_of_its_sources(tiny, five_rollouts):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_score_that_is_not_finite_names_the_prompt(tiny, five_rollouts, value):
     with pytest.raises(ValueError, match="reward of prompt 20 is nan"):
-        score_rollouts(five_rollouts, RewardSources(model=model_of(tiny, spoil=value)), RewardConfig())
+        score_responses(five_rollouts, RewardSources(model=model_of(tiny, spoil=value)), RewardConfig())
 
 
 def test_groups_of_equal_scores_teach_nothing():
@@ -176,8 +176,8 @@ def drawn(rank: int) -> Scored:
 def main() -> None:
     """Run as one of two ranks, and leave what it is left with."""
     world = join_world()
-    share = spread_by_tokens(drawn(world.rank), world, world)
-    together = spread_by_tokens(drawn(world.rank), world, world.strided(2))
+    share = balance_by_tokens(drawn(world.rank), world, world)
+    together = balance_by_tokens(drawn(world.rank), world, world.data_parallel_group(2))
     rows = [(r.prompt.prompt_id, r.sequence_id, len(r.response_ids)) for r in share.rollouts]
     baselines = [share.baselines[r.prompt.prompt_id] for r in share.rollouts]
     result = {"rows": rows, "scores": share.scores, "parts": share.parts, "baselines": baselines}
@@ -203,7 +203,7 @@ def test_responses_are_spread_by_tokens_with_all_that_is_known_of_them(on_two_ra
 
 
 def test_one_rank_keeps_what_it_has():
-    assert spread_by_tokens(drawn(0), WORLD, WORLD).rollouts == drawn(0).rollouts
+    assert balance_by_tokens(drawn(0), WORLD, WORLD).rollouts == drawn(0).rollouts
 
 
 if __name__ == "__main__":

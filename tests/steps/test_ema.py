@@ -11,14 +11,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hybrid_rl.checkpoints import saver as checkpoint
+from hybrid_rl.checkpoints import export
 from hybrid_rl.config import ConfigError, LoraConfig, ModelsConfig, OptimizerConfig
 from hybrid_rl.distributed import World, join_world
-from hybrid_rl.engines.deepspeed.engine import TrainEngine
-from hybrid_rl.memory.phases import FrozenModule
-from hybrid_rl.models.loading import Actor, load_actor, load_tokenizer
+from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
+from hybrid_rl.memory.tenants import FrozenModule
+from hybrid_rl.models.loading import load_actor, load_tokenizer
+from hybrid_rl.models.packed import Actor
 from hybrid_rl.steps import ema as average
-from hybrid_rl.steps.ema import HostAverage, MovingReference, blend_reference
+from hybrid_rl.steps.ema import MovingAverage, MovingReference, blend_reference
 
 CPU = torch.device("cpu")
 INPUTS: dict[str, Any] = {
@@ -40,16 +41,16 @@ def load(folder: Path, dtype: str = "float32", *, fill: float | None = None, ran
     return actor
 
 
-def make_engine(module: Actor, stage: int, world: World) -> TrainEngine:
-    return TrainEngine(module, OptimizerConfig(lr=1e-2), zero_stage=stage, total_steps=9, world=world)
+def make_engine(module: Actor, stage: int, world: World) -> DeepSpeedEngine:
+    return DeepSpeedEngine(module, OptimizerConfig(lr=1e-2), zero_stage=stage, total_steps=9, world=world)
 
 
-def take_step(engine: TrainEngine) -> None:
+def take_step(engine: DeepSpeedEngine) -> None:
     engine.backward(engine.forward(**INPUTS)[0].sum(), is_last=True)
     engine.step()
 
 
-def weights_of(engine: TrainEngine) -> dict[str, Tensor]:
+def weights_of(engine: DeepSpeedEngine) -> dict[str, Tensor]:
     with engine.gathered([name for name, _, _ in engine.named_shapes()]) as tensors:
         return {name: t.clone() for name, t in tensors.items()}
 
@@ -57,7 +58,7 @@ def weights_of(engine: TrainEngine) -> dict[str, Tensor]:
 def follow(folder: Path, stage: int, world: World, *, rank: int = 0) -> dict[str, Any]:
     """Return the weights before and after three steps, and the reference and the average that followed them."""
     engine = make_engine(load(folder, rank=rank), stage, world)
-    reference, ema = load(folder), HostAverage(engine, 0.75, world)
+    reference, ema = load(folder), MovingAverage(engine, 0.75, world)
     visited = [weights_of(engine)]
     for _ in range(3):
         take_step(engine)
@@ -175,11 +176,11 @@ def test_released_reference_is_saved_and_loaded_on_the_host(tiny, world, tmp_pat
 
 def test_average_continues_from_its_file(tiny, world, tmp_path):
     engine = make_engine(load(tiny), 2, world)
-    ema = HostAverage(engine, 0.9, world)
+    ema = MovingAverage(engine, 0.9, world)
     take_step(engine)
     ema.update()
     ema.snapshot().write(tmp_path / "average", 0)
-    other = HostAverage(engine, 0.9, world)  # starts from weights that have moved
+    other = MovingAverage(engine, 0.9, world)  # starts from weights that have moved
     assert not torch.equal(other.weights()["model.norm.weight"], ema.weights()["model.norm.weight"])
     other.load(tmp_path / "average")
     take_step(engine)
@@ -192,7 +193,7 @@ def test_average_adds_up_what_bfloat16_cannot_hold(tiny, world, tmp_path):
     """From 1, a thousandth of the way to 1.0078125 a hundred times: 1 + (1 - 0.999^100) / 128 = 1.0007438."""
     actor = load(tiny, "bfloat16", fill=1.0)
     engine = make_engine(actor, 2, world)
-    ema = HostAverage(engine, 0.999, world)
+    ema = MovingAverage(engine, 0.999, world)
     for parameter in actor.parameters():
         parameter.data.fill_(1.0078125)
     for _ in range(100):
@@ -205,12 +206,12 @@ def test_average_adds_up_what_bfloat16_cannot_hold(tiny, world, tmp_path):
 
 def test_average_is_exported_as_a_model(tiny, world, tmp_path):
     engine = make_engine(load(tiny), 2, world)
-    ema = HostAverage(engine, 0.5, world)
+    ema = MovingAverage(engine, 0.5, world)
     take_step(engine)
     ema.update()
     actors = copy.deepcopy(weights_of(engine))
     tokenizer = load_tokenizer(str(tiny / "policy"))
-    checkpoint.export_weights(tmp_path / "export_ema", engine, ema.weights(), tokenizer, world)
+    export.export_weights(tmp_path / "export_ema", engine, ema.weights(), tokenizer, world)
     exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "export_ema").named_parameters())
     assert exported.keys() == ema.weights().keys()
     assert all(torch.equal(exported[name], w) for name, w in ema.weights().items())

@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrain
 
 from hybrid_rl.batch import Prompt, Rollout, make_train_batch
 from hybrid_rl.config import ConfigError, ModelsConfig, OptimizerConfig, PtxConfig, UpdateConfig
+from hybrid_rl.data.texts import load_texts
 from hybrid_rl.distributed import World, join_world
-from hybrid_rl.engines.deepspeed.engine import TrainEngine
+from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
 from hybrid_rl.models.loading import load_actor
 from hybrid_rl.steps.logprobs import Packing, token_logprobs
-from hybrid_rl.steps.ptx import PtxLoss, load_texts
+from hybrid_rl.steps.ptx import PtxLoss
 from hybrid_rl.steps.update import update_actor
 
 CPU = torch.device("cpu")
@@ -107,11 +108,11 @@ def test_template_that_refuses_and_a_tokenizer_without_eos(tmp_path):
 # The loss
 
 
-def make_engine(folder: Path, world: World, stage: int = 2) -> TrainEngine:
+def make_engine(folder: Path, world: World, stage: int = 2) -> DeepSpeedEngine:
     # An eps well above rounding keeps AdamW from blowing up gradients that are 0 but for it.
     settings = OptimizerConfig(lr=1e-2, eps=1e-3, max_grad_norm=1e9)
     actor = load_actor(str(folder / "policy"), ModelsConfig(), CPU)
-    return TrainEngine(actor, settings, zero_stage=stage, total_steps=9, world=world)
+    return DeepSpeedEngine(actor, settings, zero_stage=stage, total_steps=9, world=world)
 
 
 def make_loss(world: World, *, batch_size: int = 3, tokens: int = 10, seed: int = 5, texts=TEXTS) -> PtxLoss:
@@ -119,7 +120,7 @@ def make_loss(world: World, *, batch_size: int = 3, tokens: int = 10, seed: int 
     return PtxLoss(texts, config, world, seed=seed, micro_batch_tokens=tokens)
 
 
-def finish(engine: TrainEngine) -> float:
+def finish(engine: DeepSpeedEngine) -> float:
     """Take the step with a last backward that adds nothing, where the policy's would stand."""
     one = torch.zeros(1, dtype=torch.int64)
     logprobs, _ = engine.forward(
@@ -248,7 +249,7 @@ def test_two_ranks_are_one(tiny, world, on_two_ranks):
 # The stream, seen by the losses of a policy that stands still: each text has its own
 
 
-def draw(engine: TrainEngine, loss: PtxLoss, number: int) -> list[float]:
+def draw(engine: DeepSpeedEngine, loss: PtxLoss, number: int) -> list[float]:
     return [round(loss.backward(engine), 4) for _ in range(number)]
 
 

@@ -8,28 +8,28 @@ import torch
 
 from hybrid_rl.batch import Prompt
 from hybrid_rl.config import ModelsConfig, RolloutConfig
-from hybrid_rl.engines.huggingface import HfEngine
+from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.models.loading import load_actor, load_tokenizer
 from hybrid_rl.steps.rollout import collect_rollouts, generate_greedy, request_seed
-from hybrid_rl.weights.bucket import SharedBucket, bucket_bytes, plan_buckets
+from hybrid_rl.weights.bucket import IpcBucket, bucket_bytes, plan_buckets
 
 CPU = torch.device("cpu")
 CONFIG = RolloutConfig(engine="hf", group_size=3, max_response_tokens=6)
 
 
 @pytest.fixture(scope="module")
-def engine(tiny: Path) -> HfEngine:
+def engine(tiny: Path) -> HuggingFaceEngine:
     """An engine that has received the weights of the tiny policy."""
-    engine = HfEngine(str(tiny / "policy"), dtype=torch.float32, device=CPU)
+    engine = HuggingFaceEngine(str(tiny / "policy"), dtype=torch.float32, device=CPU)
     tensors = {n: p.detach() for n, p in load_actor(str(tiny / "policy"), ModelsConfig(), CPU).model.named_parameters()}
     plan = plan_buckets([(name, t.shape, t.dtype) for name, t in tensors.items()], 1 << 30)
-    bucket = SharedBucket(bucket_bytes(plan), CPU)
+    bucket = IpcBucket(bucket_bytes(plan), CPU)
     engine.open_bucket(bucket.handle(), plan)
     bucket.unlink()
     for slot in plan[0]:
         slot.view(bucket.tensor).copy_(tensors[slot.name])
-    engine.receive(0)
-    engine.finish_push()
+    engine.load_bucket(0)
+    engine.finish_sync()
     return engine
 
 

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from hybrid_rl.batch import Prompt, Rollout, TrainBatch, make_train_batch
 from hybrid_rl.config import ModelsConfig, OptimizerConfig, UpdateConfig
 from hybrid_rl.distributed import World, join_world
-from hybrid_rl.engines.deepspeed.engine import TrainEngine
+from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
 from hybrid_rl.models.loading import load_actor, load_value_model
 from hybrid_rl.steps.logprobs import Packing, token_logprobs
-from hybrid_rl.steps.update import KlInLoss, num_optimizer_steps, spread_mini_batches, update_actor, update_critic
+from hybrid_rl.steps.update import KlInLoss, balance_mini_batches, num_optimizer_steps, update_actor, update_critic
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -87,7 +87,7 @@ def run_case(case: Case, folder: Path, world: World) -> dict[str, Any]:
         module = load_actor(str(folder / "policy"), ModelsConfig(), CPU)
     else:
         module = load_value_model(str(folder / "reward"), ModelsConfig(), CPU, field="models.critic")
-    engine = TrainEngine(module, OPTIMIZER, zero_stage=case.stage, total_steps=9, world=world)
+    engine = DeepSpeedEngine(module, OPTIMIZER, zero_stage=case.stage, total_steps=9, world=world)
     batch, config = make_batch(case.rows[world.rank]), settings_of(case)
     if case.role == "actor":
         metrics = update_actor(engine, batch, config, world, seed=7, temperature=0.8, max_response_tokens=8)
@@ -95,7 +95,7 @@ def run_case(case: Case, folder: Path, world: World) -> dict[str, Any]:
         metrics = update_critic(engine, batch, config, world, seed=7, max_response_tokens=8)
     with engine.gathered([name for name, _, _ in engine.named_shapes()]) as tensors:
         weights = {name: t.clone() for name, t in tensors.items()}
-    share, rows = spread_mini_batches(batch, case.mini_batch_size, seed=3, world=world)
+    share, rows = balance_mini_batches(batch, case.mini_batch_size, seed=3, world=world)
     composition = [share.sequence_ids[r].tolist() for r in rows]
     return {"weights": weights, "metrics": metrics, "mini_batches": composition}
 
@@ -172,7 +172,7 @@ def test_ratio_one_is_plain_policy_gradient(tiny, world):
     packing = Packing(max_tokens=24, world=world)
     batch = batch.with_fields(old_logprobs=token_logprobs(actor, batch, packing, temperature=0.8))
     settings = OptimizerConfig(lr=1e-2, eps=1e-3, max_grad_norm=1e9)
-    engine = TrainEngine(actor, settings, zero_stage=2, total_steps=9, world=world)
+    engine = DeepSpeedEngine(actor, settings, zero_stage=2, total_steps=9, world=world)
     config = UpdateConfig(mini_batch_size=8, micro_batch_tokens=24, clip_low=0.0, clip_high=0.0)
     metrics = update_actor(engine, batch, config, world, seed=0, temperature=0.8, max_response_tokens=8)
     assert metrics["ratio"] == pytest.approx(1, abs=1e-5)
@@ -194,7 +194,7 @@ def test_ratio_one_is_plain_policy_gradient(tiny, world):
 def test_no_clipping_at_ratio_one_even_with_bounds_of_zero(tiny, world):
     """A ratio beyond the bound cuts the gradient off, one that stands on it does not."""
     actor = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
-    engine = TrainEngine(actor, OPTIMIZER, zero_stage=2, total_steps=9, world=world)
+    engine = DeepSpeedEngine(actor, OPTIMIZER, zero_stage=2, total_steps=9, world=world)
     batch = make_batch((0, 2, 5))
     batch = batch.with_fields(
         old_logprobs=token_logprobs(actor, batch, Packing(max_tokens=99, world=world), temperature=1.0)
@@ -207,7 +207,7 @@ def test_no_clipping_at_ratio_one_even_with_bounds_of_zero(tiny, world):
 def test_values_within_the_bound_do_not_count_as_clipped(tiny, world):
     """old + (new - old) differs from new by rounding, which is no clipping."""
     module = load_value_model(str(tiny / "reward"), ModelsConfig(), CPU, field="models.critic")
-    engine = TrainEngine(module, OPTIMIZER, zero_stage=2, total_steps=9, world=world)
+    engine = DeepSpeedEngine(module, OPTIMIZER, zero_stage=2, total_steps=9, world=world)
     config = UpdateConfig(mini_batch_size=8, value_clip=1e3)
     metrics = update_critic(engine, make_batch(tuple(range(8))), config, world, seed=0, max_response_tokens=8)
     assert metrics["clip_fraction"] == 0
@@ -222,11 +222,11 @@ def test_nan_names_the_sequences(tiny, world, role):
     with pytest.raises(FloatingPointError, match=r"loss is nan in a micro-batch of the sequences \[5\]$"):
         if role == "actor":
             module = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
-            engine = TrainEngine(module, OPTIMIZER, zero_stage=1, total_steps=9, world=world)
+            engine = DeepSpeedEngine(module, OPTIMIZER, zero_stage=1, total_steps=9, world=world)
             update_actor(engine, batch, config, world, seed=0, temperature=1.0, max_response_tokens=8)
         else:
             module = load_value_model(str(tiny / "reward"), ModelsConfig(), CPU, field="models.critic")
-            engine = TrainEngine(module, OPTIMIZER, zero_stage=1, total_steps=9, world=world)
+            engine = DeepSpeedEngine(module, OPTIMIZER, zero_stage=1, total_steps=9, world=world)
             update_critic(engine, batch, config, world, seed=0, max_response_tokens=8)
 
 
@@ -238,7 +238,7 @@ def test_what_is_masked_is_not_read(tiny, world, alone, garbage):
     names = ("old_logprobs", "advantages")
     batch = batch.with_fields(**{n: torch.where(mask, getattr(batch, n), garbage) for n in names})
     module = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
-    engine = TrainEngine(module, OPTIMIZER, zero_stage=2, total_steps=9, world=world)
+    engine = DeepSpeedEngine(module, OPTIMIZER, zero_stage=2, total_steps=9, world=world)
     metrics = update_actor(engine, batch, settings_of(case), world, seed=7, temperature=0.8, max_response_tokens=8)
     assert metrics == alone()["metrics"]
     weights = dict(module.model.named_parameters())
@@ -247,7 +247,7 @@ def test_what_is_masked_is_not_read(tiny, world, alone, garbage):
 
 def test_mini_batches_are_a_seeded_partition(world):
     def drawn(ids: tuple[int, ...], seed: int) -> list[list[int]]:
-        share, batches = spread_mini_batches(make_batch(ids), 2, seed=seed, world=world)
+        share, batches = balance_mini_batches(make_batch(ids), 2, seed=seed, world=world)
         return [share.sequence_ids[rows].tolist() for rows in batches]
 
     batches = drawn((4, 3, 7, 0, 2), 1)
@@ -324,7 +324,7 @@ def test_ranks_have_as_many_tokens_of_a_mini_batch(two_ranks, name):
 def weights_after(tiny: Path, world: World, batch: TrainBatch, **changes: Any) -> tuple[dict[str, Tensor], dict]:
     """Return the actor's weights and metrics after one optimizer step on the whole batch."""
     actor = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
-    engine = TrainEngine(actor, OPTIMIZER, zero_stage=2, total_steps=9, world=world)
+    engine = DeepSpeedEngine(actor, OPTIMIZER, zero_stage=2, total_steps=9, world=world)
     fields = {name: changes.pop(name) for name in ("kl",) if name in changes}
     config = UpdateConfig(mini_batch_size=8, micro_batch_tokens=24, **changes)
     metrics = update_actor(engine, batch, config, world, seed=0, temperature=0.8, max_response_tokens=8, **fields)

@@ -12,15 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_rl.weights.bucket import (
-    SharedBucket,
-    bucket_bytes,
-    checksum,
-    copy_tensors,
-    open_shared,
-    plan_buckets,
-    plan_halves,
-)
+from hybrid_rl.weights.bucket import IpcBucket, bucket_bytes, copy_tensors, open_ipc_bucket, plan_buckets, plan_halves
+from hybrid_rl.weights.checksum import checksum
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -28,8 +21,8 @@ FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.flo
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
 CHILD = """
 import sys, torch
-from hybrid_rl.weights.bucket import checksum, open_shared
-bucket = open_shared(bytes.fromhex(sys.argv[1]), torch.device("cpu"))
+from hybrid_rl.weights.bucket import checksum, open_ipc_bucket
+bucket = open_ipc_bucket(bytes.fromhex(sys.argv[1]), torch.device("cpu"))
 print(checksum(bucket), flush=True)
 sys.stdin.readline()                     # the parent has removed the file's name and filled the bucket anew
 print(checksum(bucket), flush=True)
@@ -136,7 +129,7 @@ def mapped_files() -> set[str]:
 
 def test_bucket_is_shared_with_another_process():
     before = mapped_files()
-    bucket = SharedBucket(1000, CPU)
+    bucket = IpcBucket(1000, CPU)
     (path,) = mapped_files() - before
     assert path.startswith("/dev/shm/") and Path(path).stat().st_size == 1000
     bucket.tensor.copy_(torch.arange(1000) % 251)
@@ -169,8 +162,8 @@ def test_bucket_is_shared_with_another_process():
 
 
 def test_bucket_opens_in_its_own_process_too():
-    bucket = SharedBucket(16, CPU)
-    opened = open_shared(bucket.handle(), CPU)
+    bucket = IpcBucket(16, CPU)
+    opened = open_ipc_bucket(bucket.handle(), CPU)
     bucket.unlink()
     opened[3] = 5
     assert bucket.tensor[3] == 5

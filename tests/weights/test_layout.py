@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybrid_rl.config import Config, LoraConfig, ModelsConfig, RolloutConfig, UpdateConfig
-from hybrid_rl.weights.layout import KNOWN, engine_order, flat_bytes, flat_slots, why_copy
+from hybrid_rl.weights.layout import KNOWN, alias_bytes, alias_slots, engine_order, why_not_alias
 
 F32, BF16 = torch.float32, torch.bfloat16
 LLAMA = [
@@ -33,17 +33,17 @@ QWEN2 = [
 
 def test_llama_by_hand():
     """Matrices of 16-byte rows one behind the other; room for two elements a rank; vectors at a multiple of 256."""
-    slots = flat_slots(LLAMA, num_ranks=2)
+    slots = alias_slots(LLAMA, num_ranks=2)
     rows = [100, 8, 4, 4, 8, 6, 6, 6]  # o_proj has 4 rows of 32 bytes, down_proj 4 of 24
     assert [slot.offset for slot in slots[:8]] == [16 * sum(rows[:i]) for i in range(8)]
     assert sum(rows) * 16 == 2272  # and 16 bytes of room: 2288, so that the vectors begin at 2304
     assert [(slot.name, slot.offset) for slot in slots[8:]] == [("0.norm.weight", 2304), ("norm.weight", 2320)]
-    assert flat_bytes(slots, num_ranks=2) == 4096  # o_proj, at 1856, with 64 rows of 32 bytes: 3904, rounded up
+    assert alias_bytes(slots, num_ranks=2) == 4096  # o_proj, at 1856, with 64 rows of 32 bytes: 3904, rounded up
 
 
 def test_qwen2_by_hand():
     """Biases lie one behind the other too, among the vectors; the head's rows are rounded up to 128."""
-    slots = flat_slots(QWEN2, num_ranks=1)
+    slots = alias_slots(QWEN2, num_ranks=1)
     assert [(slot.name, slot.offset) for slot in slots] == [
         ("0.q_proj.weight", 0),
         ("0.k_proj.weight", 128),
@@ -54,7 +54,7 @@ def test_qwen2_by_hand():
         ("0.v_proj.bias", 1568),
         ("0.norm.weight", 1584),
     ]
-    assert flat_bytes(slots, num_ranks=1) == 2560  # 384 + 128 * 16 = 2432, more than the vectors' 1604, rounded up
+    assert alias_bytes(slots, num_ranks=1) == 2560  # 384 + 128 * 16 = 2432, more than the vectors' 1604, rounded up
     assert all(slot.shape == shape for slot in slots for name, shape, _ in QWEN2 if slot.name == name)
 
 
@@ -74,10 +74,10 @@ def test_what_the_engine_fuses_is_drawn_together(names, expected):
 
 def test_sharing_is_allowed_for_the_known_architectures():
     for architecture in KNOWN:
-        assert why_copy(Config(), architecture=architecture, tensors=LLAMA) is None
+        assert why_not_alias(Config(), architecture=architecture, tensors=LLAMA) is None
     for stage in (0, 1, 2):
         config = Config(update=UpdateConfig(zero_stage=stage))
-        assert why_copy(config, architecture="LlamaForCausalLM", tensors=QWEN2) is None
+        assert why_not_alias(config, architecture="LlamaForCausalLM", tensors=QWEN2) is None
 
 
 @pytest.mark.parametrize(
@@ -92,5 +92,5 @@ def test_sharing_is_allowed_for_the_known_architectures():
     ],
 )
 def test_each_rule_that_forbids_sharing_is_named(config, architecture, tensors, rule):
-    said = why_copy(config, architecture=architecture, tensors=tensors)
+    said = why_not_alias(config, architecture=architecture, tensors=tensors)
     assert said is not None and rule in said

@@ -10,12 +10,13 @@ import torch
 from hybrid_rl.config import ModelsConfig, OptimizerConfig, SyncConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import Sampling
-from hybrid_rl.engines.deepspeed.engine import TrainEngine
-from hybrid_rl.engines.huggingface import HfEngine
+from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
+from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.models.loading import load_actor
-from hybrid_rl.monitoring.metrics import Timeline
-from hybrid_rl.weights.bucket import SharedWeights, checksum, open_shared
-from hybrid_rl.weights.flat import FlatWeights
+from hybrid_rl.monitoring.timeline import Timeline
+from hybrid_rl.weights.alias import AliasBuffer
+from hybrid_rl.weights.bucket import AliasedWeights, open_ipc_bucket
+from hybrid_rl.weights.checksum import checksum
 from hybrid_rl.weights.sync import AliasSync, CopySync, SyncError
 
 CPU = torch.device("cpu")
@@ -29,34 +30,34 @@ def world() -> World:
 
 
 @pytest.fixture(params=[2, 3], ids=["zero2", "zero3"])
-def trainer(request, tiny: Path, world: World) -> TrainEngine:
+def trainer(request, tiny: Path, world: World) -> DeepSpeedEngine:
     actor = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
-    return TrainEngine(actor, OptimizerConfig(lr=1e-3), zero_stage=request.param, total_steps=9, world=world)
+    return DeepSpeedEngine(actor, OptimizerConfig(lr=1e-3), zero_stage=request.param, total_steps=9, world=world)
 
 
-class Engine(HfEngine):
+class Engine(HuggingFaceEngine):
     """The oracle, started with other weights than the trainer's, which writes down what it is told."""
 
-    def __init__(self, model: Path, **shared: SharedWeights) -> None:
-        super().__init__(str(model), dtype=torch.float32, device=CPU, **shared)
-        for parameter in self._parameters.values() if not shared else []:
+    def __init__(self, model: Path, **aliased: AliasedWeights) -> None:
+        super().__init__(str(model), dtype=torch.float32, device=CPU, **aliased)
+        for parameter in self._parameters.values() if not aliased else []:
             parameter.mul_(0.5)
         self.calls: list[str] = []
         self.bucket_nbytes = 0
 
     def open_bucket(self, handle, plan):
         self.calls.append("open")
-        self.bucket_nbytes = open_shared(handle, CPU).nbytes
+        self.bucket_nbytes = open_ipc_bucket(handle, CPU).nbytes
         self.names = [[slot.name for slot in bucket] for bucket in plan]
         super().open_bucket(handle, plan)
 
-    def receive(self, index):
+    def load_bucket(self, index):
         self.calls.append(f"receive {index}")
-        super().receive(index)
+        super().load_bucket(index)
 
-    def finish_push(self):
+    def finish_sync(self):
         self.calls.append("finish")
-        super().finish_push()
+        super().finish_sync()
 
     def checksums(self, names):
         self.calls.append("checksums")
@@ -65,21 +66,23 @@ class Engine(HfEngine):
 
 
 @pytest.fixture
-def sharing(tiny: Path, world: World) -> tuple[TrainEngine, Engine, AliasSync]:
+def sharing(tiny: Path, world: World) -> tuple[DeepSpeedEngine, Engine, AliasSync]:
     """A trainer and an engine that computes with its weights."""
     actor = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
-    flat = FlatWeights(actor.model, world)
-    engine = Engine(tiny / "policy", shared=flat.share())
-    trainer = TrainEngine(actor, OptimizerConfig(lr=1e-3), zero_stage=2, total_steps=9, world=world, flat=flat)
-    sync = AliasSync(trainer, engine, SyncConfig(num_verified=7), CPU, Timeline(), flat=flat)
+    alias_buffer = AliasBuffer(actor.model, world)
+    engine = Engine(tiny / "policy", aliased=alias_buffer.export())
+    trainer = DeepSpeedEngine(
+        actor, OptimizerConfig(lr=1e-3), zero_stage=2, total_steps=9, world=world, alias_buffer=alias_buffer
+    )
+    sync = AliasSync(trainer, engine, SyncConfig(num_verified=7), CPU, Timeline(), alias_buffer=alias_buffer)
     return trainer, engine, sync
 
 
-def make_sync(trainer: TrainEngine, engine: Engine, *, num_verified: int = 8, cap: int = CAP) -> CopySync:
+def make_sync(trainer: DeepSpeedEngine, engine: Engine, *, num_verified: int = 8, cap: int = CAP) -> CopySync:
     return CopySync(trainer, engine, SyncConfig(bucket_bytes=cap, num_verified=num_verified), CPU, Timeline())
 
 
-def same_weights(trainer: TrainEngine, engine: Engine) -> bool:
+def same_weights(trainer: DeepSpeedEngine, engine: Engine) -> bool:
     names = [name for name, _, _ in trainer.named_shapes()]
     (held,) = engine.checksums(names)
     with trainer.gathered(names) as tensors:
@@ -90,7 +93,7 @@ def test_engine_runs_the_trainers_weights(tiny, trainer, train_step):
     engine = Engine(tiny / "policy")
     sync = make_sync(trainer, engine)
     assert not same_weights(trainer, engine)
-    report = sync.push()
+    report = sync.sync()
     assert same_weights(trainer, engine)
     names = [name for name, _, _ in trainer.named_shapes()]
     assert report.version == engine.weights_version == 1 and report.num_verified == len(names)
@@ -99,14 +102,14 @@ def test_engine_runs_the_trainers_weights(tiny, trainer, train_step):
     assert len(engine.generate([[5, 9]], sampling, None)[0].token_ids) == 3
     train_step(trainer)
     assert not same_weights(trainer, engine)
-    report = sync.push()
+    report = sync.sync()
     assert same_weights(trainer, engine)
     assert report.version == engine.weights_version == 2 and report.num_verified == 8
 
 
 def test_tied_head_is_not_sent_and_follows_the_embedding(tiny, trainer):
     engine = Engine(tiny / "policy")
-    make_sync(trainer, engine, cap=2 * 8192).push()  # no tensor is larger than a half, so their order stays
+    make_sync(trainer, engine, cap=2 * 8192).sync()  # no tensor is larger than a half, so their order stays
     sent = [name for bucket in engine.names for name in bucket]
     assert sent == [name for name, _, _ in trainer.named_shapes()]
     assert "lm_head.weight" not in sent and "model.embed_tokens.weight" in sent
@@ -123,7 +126,7 @@ def test_bytes_in_flight_stay_below_the_cap_but_for_a_tensor_larger_than_its_hal
     sync = make_sync(trainer, engine, cap=cap)
     assert max(4 * math.prod(shape) for _, shape, _ in trainer.named_shapes()) == 8192
     assert engine.bucket_nbytes <= most
-    sync.push()
+    sync.sync()
     assert same_weights(trainer, engine)
     assert len(engine.names) == {1: 20, 1 << 30: 1}.get(cap, len(engine.names))
 
@@ -135,32 +138,32 @@ class CopiesLate(Engine):
         super().__init__(model)
         self.waiting: list[int] = []
 
-    def receive(self, index):
+    def load_bucket(self, index):
         self.copy_waiting()
         self.waiting.append(index)
 
     def copy_waiting(self):
         while self.waiting:
-            super().receive(self.waiting.pop())
+            super().load_bucket(self.waiting.pop())
 
-    def finish_push(self):
+    def finish_sync(self):
         self.copy_waiting()
-        super().finish_push()
+        super().finish_sync()
 
 
 def test_no_bucket_is_overwritten_before_it_is_copied(tiny, trainer, train_step):
     engine = CopiesLate(tiny / "policy")
     sync = make_sync(trainer, engine)
-    sync.push()
+    sync.sync()
     train_step(trainer)
-    sync.push()
+    sync.sync()
     assert same_weights(trainer, engine)
     assert engine.calls.count("finish") == 2 and len(engine.names) > 3
 
 
-def test_order_of_a_push(tiny, trainer):
+def test_order_of_a_sync(tiny, trainer):
     engine = Engine(tiny / "policy")
-    make_sync(trainer, engine).push()
+    make_sync(trainer, engine).sync()
     receives = [f"receive {i}" for i in range(len(engine.names))]
     assert len(receives) > 3
     assert engine.calls == ["open", *receives, "finish", "checksums"]
@@ -169,12 +172,12 @@ def test_order_of_a_push(tiny, trainer):
 def test_rotation_covers_every_tensor(tiny, trainer):
     engine = Engine(tiny / "policy")
     sync = make_sync(trainer, engine, num_verified=7)
-    sync.push()
+    sync.sync()
     names = [name for name, _, _ in trainer.named_shapes()]
     assert engine.verified == names and len(names) == 20
     seen = []
     for _ in range(20):  # 20 pushes of 7 are 7 whole rounds
-        assert sync.push().num_verified == 7
+        assert sync.sync().num_verified == 7
         assert len(set(engine.verified)) == 7
         seen += engine.verified
     assert {name: seen.count(name) for name in names} == dict.fromkeys(names, 7)
@@ -183,23 +186,23 @@ def test_rotation_covers_every_tensor(tiny, trainer):
 def test_more_verified_than_there_are(tiny, trainer):
     engine = Engine(tiny / "policy")
     sync = make_sync(trainer, engine, num_verified=1000)
-    assert [sync.push().num_verified for _ in range(2)] == [20, 20]
+    assert [sync.sync().num_verified for _ in range(2)] == [20, 20]
 
 
 class DropsOne(Engine):
     """Ignores one tensor, as if its name did not match."""
 
-    def receive(self, index):
+    def load_bucket(self, index):
         self._plan[index] = [slot for slot in self._plan[index] if slot.name != VICTIM]
-        super().receive(index)
+        super().load_bucket(index)
 
 
 class KeepsOneStale(Engine):
     """From the second hand-over on, one tensor keeps its old values."""
 
-    def receive(self, index):
+    def load_bucket(self, index):
         before = self._parameters[VICTIM].clone()
-        super().receive(index)
+        super().load_bucket(index)
         if self.weights_version > 0:
             self._parameters[VICTIM].copy_(before)
 
@@ -207,8 +210,8 @@ class KeepsOneStale(Engine):
 class CorruptsOneElement(Engine):
     """The last bit of one element flips on the way."""
 
-    def receive(self, index):
-        super().receive(index)
+    def load_bucket(self, index):
+        super().load_bucket(index)
         if VICTIM in self.names[index]:
             self._parameters[VICTIM].view(torch.int32)[3, 4] ^= 1
 
@@ -216,8 +219,8 @@ class CorruptsOneElement(Engine):
 class SwapsTwoElements(Engine):
     """Two elements change places, which no sum of values sees."""
 
-    def receive(self, index):
-        super().receive(index)
+    def load_bucket(self, index):
+        super().load_bucket(index)
         if VICTIM in self.names[index]:
             flat = self._parameters[VICTIM].view(-1)
             flat[[10, 20]] = flat[[20, 10]]
@@ -226,83 +229,83 @@ class SwapsTwoElements(Engine):
 class DoesNotCount(Engine):
     """Acknowledges a hand-over without counting it."""
 
-    def finish_push(self):
-        super().finish_push()
+    def finish_sync(self):
+        super().finish_sync()
         self.weights_version = 0
 
 
 class CountsTwice(Engine):
     """Counts a hand-over that nobody made."""
 
-    def finish_push(self):
-        super().finish_push()
+    def finish_sync(self):
+        super().finish_sync()
         self.weights_version += 1
 
 
 def test_dropped_tensor_is_named(tiny, trainer):
     # The engine's own words, or the proof's; in both the name.
     with pytest.raises(RuntimeError, match=re.escape(VICTIM)):
-        make_sync(trainer, DropsOne(tiny / "policy")).push()
+        make_sync(trainer, DropsOne(tiny / "policy")).sync()
 
 
 @pytest.mark.parametrize("fault", [CorruptsOneElement, SwapsTwoElements])
 def test_corrupted_tensor_is_named(tiny, trainer, fault):
     with pytest.raises(SyncError, match=re.escape(f"tensor {VICTIM} differs between trainer and engine worker 0")):
-        make_sync(trainer, fault(tiny / "policy")).push()
+        make_sync(trainer, fault(tiny / "policy")).sync()
 
 
 def test_stale_tensor_is_named_within_one_rotation(tiny, trainer, train_step):
     sync = make_sync(trainer, KeepsOneStale(tiny / "policy"), num_verified=5)
-    sync.push()
+    sync.sync()
     train_step(trainer)
     with pytest.raises(SyncError, match=re.escape(f"tensor {VICTIM} differs")):
         for _ in range(4):  # 20 tensors, 5 at a time
-            sync.push()
+            sync.sync()
 
 
 @pytest.mark.parametrize("fault, counted", [(DoesNotCount, 0), (CountsTwice, 2)])
 def test_wrong_count_of_hand_overs(tiny, trainer, fault, counted):
     with pytest.raises(SyncError, match=f"engine counts hand-over {counted}, expected 1"):
-        make_sync(trainer, fault(tiny / "policy")).push()
+        make_sync(trainer, fault(tiny / "policy")).sync()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_trainer_weight_that_is_not_finite_is_named(tiny, world, value):
     actor = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
     dict(actor.model.named_parameters())[VICTIM].data[2, 3] = value
-    trainer = TrainEngine(actor, OptimizerConfig(), zero_stage=2, total_steps=9, world=world)
+    trainer = DeepSpeedEngine(actor, OptimizerConfig(), zero_stage=2, total_steps=9, world=world)
     with pytest.raises(SyncError, match=re.escape(f"trainer tensor {VICTIM} holds NaN or infinity")):
-        make_sync(trainer, Engine(tiny / "policy")).push()
+        make_sync(trainer, Engine(tiny / "policy")).sync()
 
 
 def test_tensor_that_the_engine_lacks_is_named(tiny, trainer):
     engine = Engine(tiny / "policy")
     del engine._parameters[VICTIM]
     with pytest.raises(RuntimeError, match=re.escape(f"no engine parameter takes these trainer tensors: {VICTIM}")):
-        make_sync(trainer, engine).push()
+        make_sync(trainer, engine).sync()
 
 
 def test_engine_parameter_without_a_source_is_named(tiny, trainer):
     engine = Engine(tiny / "policy")
     engine._parameters["model.extra.weight"] = torch.ones(3)
     with pytest.raises(RuntimeError, match=r"engine parameter model\.extra\.weight: nothing comes from the trainer"):
-        make_sync(trainer, engine).push()
+        make_sync(trainer, engine).sync()
 
 
 # The engine that shares
 
 
-def test_engine_that_shares_follows_without_a_push(sharing, train_step):
+def test_engine_that_shares_follows_without_a_sync(sharing, train_step):
     trainer, engine, sync = sharing
-    with pytest.raises(RuntimeError, match="push the trainer's first"):
+    with pytest.raises(RuntimeError, match="sync the trainer's first"):
         engine.generate([[5, 9]], Sampling(temperature=0.0, max_tokens=3, stop_token_ids=()), None)
     before = [p.clone() for p in engine._parameters.values()]
-    report = sync.push()
+    report = sync.sync()
     assert (report.version, report.num_bytes, report.num_verified) == (1, 0, 20)
     train_step(trainer)
     assert same_weights(trainer, engine)
     assert all(not torch.equal(p, old) for p, old in zip(engine._parameters.values(), before, strict=True))
-    assert sync.push().num_verified == 7
+    assert sync.sync().num_verified == 7
     assert engine.calls == ["finish", "checksums", "checksums", "finish", "checksums"]
 
 
@@ -314,20 +317,20 @@ def test_tied_head_is_shared_once(sharing):
 
 def test_weight_that_left_the_buffer_is_named(sharing):
     trainer, _, sync = sharing
-    sync.push()
+    sync.sync()
     parameter = trainer.model.get_parameter(VICTIM)
     parameter.data = parameter.data.clone()
     with pytest.raises(
         SyncError, match=re.escape(f"trainer tensor {VICTIM} has left the buffer that the engine shares")
     ):
-        sync.push()
+        sync.sync()
 
 
 def test_engine_that_turned_to_a_copy_is_named_within_one_rotation(sharing, train_step):
     trainer, engine, sync = sharing
-    sync.push()
+    sync.sync()
     engine._parameters[VICTIM].data = engine._parameters[VICTIM].data.clone()
     train_step(trainer)
     with pytest.raises(SyncError, match=re.escape(f"tensor {VICTIM} differs")):
         for _ in range(3):  # 20 tensors, 7 at a time
-            sync.push()
+            sync.sync()

@@ -35,9 +35,10 @@ from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import set_z3_leaf_modules
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hybrid_rl.engines.deepspeed.alias import flat_parameters_in
 from hybrid_rl.engines.deepspeed.shards import Shards
-from hybrid_rl.engines.deepspeed.states import LearnedStates
-from hybrid_rl.weights.flat import FlatWeights
+from hybrid_rl.engines.deepspeed.states import TrainingState
+from hybrid_rl.weights.alias import AliasBuffer
 
 deepspeed_logger.setLevel(logging.WARNING)
 if not torch.cuda.is_available():
@@ -108,7 +109,7 @@ def _settings(config: OptimizerConfig, *, zero_stage: int, dtype: torch.dtype, d
     return settings
 
 
-class TrainEngine:
+class DeepSpeedEngine:
     """A model, its gradients and its optimizer, sharded over all ranks."""
 
     def __init__(
@@ -119,14 +120,14 @@ class TrainEngine:
         zero_stage: int,
         total_steps: int,
         world: World,
-        flat: FlatWeights | None = None,
+        alias_buffer: AliasBuffer | None = None,
         tensor_parallel_size: int = 1,
         is_offloaded: bool = False,
     ) -> None:
         """Take charge of a module.
 
         Args:
-            flat: the buffer that its parameters are in, if an engine shares it.
+            alias_buffer: the buffer that holds the parameters, if a rollout engine aliases them.
             tensor_parallel_size: consecutive ranks that get the same inputs and have the model's matrices between them.
             is_offloaded: whether DeepSpeed's own offload will move the optimizer's states.
         Raises:
@@ -144,8 +145,8 @@ class TrainEngine:
             # host busy with. Not with adapters: the first layer's input has no gradient then, and its backward fails.
             set_z3_leaf_modules(module, [GradientCheckpointingLayer], raise_if_not_found=False)
         factor = lr_factor(config, total_steps)
-        parameters = flat.ordered() if flat else module.parameters()
-        with flat.adopted() if flat else nullcontext():
+        parameters = alias_buffer.ordered() if alias_buffer else module.parameters()
+        with flat_parameters_in(alias_buffer) if alias_buffer else nullcontext():
             self._engine, *_ = deepspeed.initialize(
                 model=module,
                 optimizer=_make_optimizer(parameters, config, zero_stage=zero_stage, is_offloaded=is_offloaded),
@@ -159,7 +160,7 @@ class TrainEngine:
         self._num_replicas = world.size // tensor_parallel_size
         self._zero_stage = zero_stage
         adapters = adapter_settings(self.model)
-        self._states = LearnedStates(
+        self._training_state = TrainingState(
             self._engine, zero_stage=zero_stage, world=world, adapters=adapters, shards=self._shards
         )
 
@@ -260,7 +261,7 @@ class TrainEngine:
             ConfigError: DeepSpeed cannot, as of ZeRO 1 in bfloat16.
         """
         check(
-            hasattr(self._engine.optimizer, "offload_states"),
+            hasattr(self._engine.optimizer, "offload_optimizer"),
             f"memory.swap = deepspeed: DeepSpeed cannot offload update.zero_stage = {self._zero_stage} here; "
             "use 2 or 3, or swap = off",
         )
@@ -270,36 +271,36 @@ class TrainEngine:
         """Move them back."""
         self._engine.reload_states()
 
-    def state_tensors(self) -> list[Tensor]:
+    def optimizer_tensors(self) -> list[Tensor]:
         """Return float32 masters and moments of this rank; the moments begin to exist here."""
-        return self._states.tensors()
+        return self._training_state.tensors()
 
     def gradient_buffers(self) -> list[Tensor]:
         """Return what DeepSpeed gathers gradients in; it may be zeroed between two steps."""
-        return self._states.gradient_buffers()
+        return self._training_state.gradient_buffers()
 
     def weight_tensors(self) -> list[Tensor]:
         """Return the weights and buffers that forward reads, this rank's part of them under ZeRO-3."""
-        return self._states.weights()
+        return self._training_state.weights()
 
     def drop_gathered(self) -> None:
         """Free the whole weights that ZeRO-3 keeps for the next forward."""
         if self._zero_stage == 3:
             self._engine.optimizer.empty_partition_cache()
 
-    def state_bytes(self) -> int:
+    def optimizer_bytes(self) -> int:
         """Return the bytes that offload moves on this rank: three float32 per trained parameter of its shard."""
         numel = sum(self._shards.num_held(p) for p in self.module.parameters() if p.requires_grad)
         return 12 * numel // (self._num_replicas if self._zero_stage > 0 else 1)
 
     @property
-    def learned_bytes(self) -> int:
+    def checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint of it, over all ranks: three float32 per trained parameter."""
         return 12 * sum(math.prod(self._shards.shape(p)) for p in self.module.parameters() if p.requires_grad)
 
     def snapshot(self) -> Snapshot:
         """Return this rank's share of all that learns, while it is on the device; every rank calls it."""
-        return self._states.snapshot()
+        return self._training_state.snapshot()
 
     def load(self, folder: Path) -> None:
         """Read what the ranks' snapshots wrote, however many they were and with whatever ZeRO stage.
@@ -308,26 +309,4 @@ class TrainEngine:
             FileNotFoundError: there is no such part in the folder.
             ConfigError: it was saved with other adapters or of another model.
         """
-        self._states.load(Parts(folder))
-
-
-class StatesTenant:
-    """The optimizer states and gradients of one engine, as a tenant of the GPU."""
-
-    filled_in = None
-
-    def __init__(self, engine: TrainEngine) -> None:
-        self.is_resident = True
-        self._engine = engine
-
-    def release(self) -> int:
-        """Move to the host."""
-        self._engine.offload()
-        self.is_resident = False
-        return self._engine.state_bytes()
-
-    def restore(self) -> int:
-        """Move to the device."""
-        self._engine.reload()
-        self.is_resident = True
-        return self._engine.state_bytes()
+        self._training_state.load(Parts(folder))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hybrid_rl.config import check
 from hybrid_rl.models.packed import PackedModel, is_close, probe_inputs
-from hybrid_rl.models.tensor_parallel import Cuts, check_cuts
+from hybrid_rl.models.tensor_parallel import ShardPlan, check_shard_plan
 
 
 class Shards:
@@ -29,13 +29,13 @@ class Shards:
         """Look at a whole model, which DeepSpeed will cut.
 
         Raises:
-            ConfigError: see check_cuts.
+            ConfigError: see check_shard_plan.
         """
         self.size = size
         self._module = module
-        self._cuts = check_cuts(module.model, size) if size > 1 else Cuts()
+        self._plan = check_shard_plan(module.model, size) if size > 1 else ShardPlan()
         self._shapes = {p: tuple(p.shape) for p in module.parameters()}
-        dimensions = {p: self._cuts.dimension(name) for name, p in module.model.named_parameters()}
+        dimensions = {p: self._plan.dimension(name) for name, p in module.model.named_parameters()}
         self._dimensions = {p: d for p, d in dimensions.items() if d is not None}
         self._expected = self._behaviour() if size > 1 else []
 
@@ -45,9 +45,9 @@ class Shards:
         if self.size == 1:
             return {}
         kinds: list[tuple[tuple[str, ...], dict[str, Any]]] = [
-            (self._cuts.rows, {"partition_type": "column"}),  # of the transposed matrix
-            (self._cuts.columns, {"partition_type": "row"}),
-            (self._cuts.summed, {"partition_type": "skip", "grad_allreduce": True}),
+            (self._plan.rows, {"partition_type": "column"}),  # of the transposed matrix
+            (self._plan.columns, {"partition_type": "row"}),
+            (self._plan.summed, {"partition_type": "skip", "grad_allreduce": True}),
         ]
         specs = [
             {"patterns": [rf"model\.{re.escape(n)}\.weight$" for n in names]} | kind for names, kind in kinds if names

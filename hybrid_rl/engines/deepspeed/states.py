@@ -30,7 +30,7 @@ from hybrid_rl.engines.deepspeed.shards import Shards
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 
 
-class LearnedStates:
+class TrainingState:
     """Master weights, moments, and steps taken, of the parameters that learn. Every method is a collective."""
 
     def __init__(self, engine: Any, *, zero_stage: int, world: World, adapters: dict[str, Any], shards: Shards) -> None:

@@ -26,7 +26,7 @@ _ranks_of: WeakKeyDictionary[nn.Module, World] = WeakKeyDictionary()
 """The layers that share their tokens, and with whom."""
 
 
-def share_tokens(module: M, ranks: World | None, path: str, *, field: str) -> M:
+def enable_sequence_parallel(module: M, ranks: World | None, path: str, *, field: str) -> M:
     """Return the module, made to compute its slice of each micro-batch's tokens; every rank of the group calls it.
 
     The proof is that the ranks have between them the hidden states that each of them had alone.
@@ -63,7 +63,7 @@ def share_tokens(module: M, ranks: World | None, path: str, *, field: str) -> M:
             raise ConfigError(f"{name} cannot share its tokens ({str(error).strip().splitlines()[0]})") from error
     expected = whole[ranks.rank * len(part) :][: len(part)]
     is_same = is_close(part[: len(expected)], expected, 0.25)
-    check(all(ranks.gather(is_same)), f"{name} gives a sequence other hidden states when ranks share its tokens")
+    check(all(ranks.all_gather(is_same)), f"{name} gives a sequence other hidden states when ranks share its tokens")
     return module
 
 

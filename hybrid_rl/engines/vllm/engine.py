@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from hybrid_rl.config import RolloutConfig
-from hybrid_rl.engines import Generation, Region, Sampling
+from hybrid_rl.engines import Generation, Sampling
 from hybrid_rl.engines.vllm.scheduler import LOGPROBS
 from hybrid_rl.memory.device import ALLOCATOR_VARIABLES, without_expandable_segments
-from hybrid_rl.weights.bucket import SharedWeights, Slot
+from hybrid_rl.weights.bucket import AliasedWeights, Slot
+from hybrid_rl.weights.protocols import TensorSlice
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DEFAULTS = {
@@ -33,7 +34,7 @@ _CPU_DEFAULTS = {"TORCH_COMPILE_DISABLE": "1"}
 _TAGS = ("weights", "kv_cache")
 _OWN_GRAPHS = 512
 """vLLM captures no CUDA graph of more sequences of itself."""
-LOAD_FORMAT = "hybrid_rl_shared"
+LOAD_FORMAT = "hybrid_rl_alias"
 """Name under which vllm_worker.py registers the loader that binds the weights to the trainer's."""
 
 
@@ -82,12 +83,12 @@ def remove_shared_memory(names: Iterable[str]) -> None:
         block.unlink()
 
 
-def _shared_arguments(shared: SharedWeights, config: RolloutConfig) -> dict[str, Any]:
+def _alias_arguments(aliased: AliasedWeights, config: RolloutConfig) -> dict[str, Any]:
     """Return what lets vLLM start on the trainer's weights, which are on the device already."""
-    message = base64.b64encode(pickle.dumps(shared)).decode()
-    arguments: dict[str, Any] = {"load_format": LOAD_FORMAT, "model_loader_extra_config": {"shared": message}}
+    message = base64.b64encode(pickle.dumps(aliased)).decode()
+    arguments: dict[str, Any] = {"load_format": LOAD_FORMAT, "model_loader_extra_config": {"aliased": message}}
     if torch.cuda.is_available():  # vLLM asks for this share of the card beside what is used when it starts
-        held = sum(slot.nbytes for slot in shared.slots) / torch.cuda.get_device_properties().total_memory
+        held = sum(slot.nbytes for slot in aliased.slots) / torch.cuda.get_device_properties().total_memory
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization - held
     return arguments
 
@@ -132,7 +133,7 @@ class VllmEngine:
         max_model_len: int,
         can_sleep: bool,
         seed: int,
-        shared: SharedWeights | None = None,
+        aliased: AliasedWeights | None = None,
         gpus: Sequence[str] = (),
     ) -> None:
         """Start the engine; gpus: names of those that it spans, none for the one that this process sees."""
@@ -153,7 +154,7 @@ class VllmEngine:
                 "enable_sleep_mode": can_sleep,
                 "generation_config": "vllm",  # no sampling defaults from the model's folder
                 "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
-                "worker_extension_cls": "hybrid_rl.engines.vllm.worker.WeightReceiver",
+                "worker_extension_cls": "hybrid_rl.engines.vllm.worker.WorkerExtension",
                 "scheduler_cls": "hybrid_rl.engines.vllm.scheduler.whole_responses",
                 "disable_log_stats": True,
                 "seed": seed,
@@ -166,8 +167,8 @@ class VllmEngine:
                 arguments |= {"tensor_parallel_size": len(gpus), "distributed_executor_backend": "mp"}
             if not torch.cuda.is_available():
                 arguments = _cpu_arguments() | arguments
-            if shared:
-                arguments |= _shared_arguments(shared, config)
+            if aliased:
+                arguments |= _alias_arguments(aliased, config)
             self._llm = vllm.LLM(**arguments)
         self.weights_version = 0
         self._thread = ThreadPoolExecutor(max_workers=1)  # waits for the engine's workers while they receive
@@ -175,8 +176,8 @@ class VllmEngine:
         self._pipes: list[Connection] = []
         self._weights_valid = False
         self._can_sleep = can_sleep
-        self._is_sharing = shared is not None
-        self._is_complete = self._is_sharing  # the loader checked it
+        self._is_aliased = aliased is not None
+        self._is_complete = self._is_aliased  # the loader checked it
         self._has_tokenizer = bool(config.stop_strings)
         self._awake = set(_TAGS)
         self._has_flat_logprobs = "flat_logprobs" in inspect.signature(vllm.SamplingParams).parameters
@@ -186,7 +187,7 @@ class VllmEngine:
     ) -> list[Generation]:
         """Return one response per prompt, in order."""
         if not self._weights_valid:
-            raise RuntimeError("generate: the engine's weights were dropped or never filled; push the trainer's first")
+            raise RuntimeError("generate: the engine's weights were dropped or never filled; sync the trainer's first")
         if self._awake != set(_TAGS):
             raise RuntimeError(f"generate: only {sorted(self._awake)} of the engine is on the device")
         if not prompts:
@@ -264,13 +265,13 @@ class VllmEngine:
             self._pipes = [listener.accept() for _ in workers]
         self._is_complete = False
 
-    def receive(self, index: int) -> None:
+    def load_bucket(self, index: int) -> None:
         """Begin to copy the plan's bucket `index` into the weights, and wait until the one before it is copied."""
         if "weights" not in self._awake:
-            raise RuntimeError("receive: the engine's weights are not on the device")
+            raise RuntimeError("load_bucket: the engine's weights are not on the device")
         self._weights_valid = False
         before = self._receiving
-        self._receiving = before or self._thread.submit(self._llm.collective_rpc, "hybrid_receive")
+        self._receiving = before or self._thread.submit(self._llm.collective_rpc, "hybrid_load_buckets")
         for pipe in self._pipes:
             pipe.send_bytes(index.to_bytes(4, "little"))
         if before:
@@ -299,7 +300,7 @@ class VllmEngine:
         self._wait()
         return self._llm.collective_rpc(name, args=arguments)
 
-    def finish_push(self) -> None:
+    def finish_sync(self) -> None:
         """Drop the prefix cache of older weights and count a hand-over; every engine parameter must be filled.
 
         Raises:
@@ -314,7 +315,7 @@ class VllmEngine:
         self._weights_valid = True
         self.weights_version += 1
 
-    def checksums(self, names: Sequence[str]) -> list[dict[str, list[tuple[Region, int]]]]:
+    def checksums(self, names: Sequence[str]) -> list[dict[str, list[tuple[TensorSlice, int]]]]:
         """Return, per engine worker and tensor, the checksum of each region of the tensor that the worker holds."""
         return [pickle.loads(m) for m in self._call("hybrid_checksums", pickle.dumps(list(names)))]
 
@@ -324,20 +325,20 @@ class VllmEngine:
         Level 2 drops the weights instead of copying them to the host: the next hand-over writes them anyway. Shared
         ones are the trainer's and stay; with them the engine sleeps as soon as it gives up the KV cache.
         """
-        if tag == "weights" and self._is_sharing:
+        if tag == "weights" and self._is_aliased:
             return
         self._awake.discard(tag)
         if tag == "weights":
             self._weights_valid = False
-        if self._can_sleep and self._awake <= ({"weights"} if self._is_sharing else set()):
+        if self._can_sleep and self._awake <= ({"weights"} if self._is_aliased else set()):
             self._llm.sleep(level=2)
 
     def map(self, tag: str) -> None:
         """Map the memory of `weights` or `kv_cache` again."""
-        if tag == "weights" and self._is_sharing:
+        if tag == "weights" and self._is_aliased:
             return
         if self._can_sleep:  # the scheduler wakes with the last tag, of which vLLM keeps both
-            self._llm.wake_up(tags=None if self._is_sharing else [tag])
+            self._llm.wake_up(tags=None if self._is_aliased else [tag])
         self._awake.add(tag)
 
     def close(self) -> None:

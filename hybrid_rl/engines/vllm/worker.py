@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from hybrid_rl.engines.vllm.engine import LOAD_FORMAT
-from hybrid_rl.weights.bucket import SharedWeights, Slot, copy_tensors, open_shared
+from hybrid_rl.weights.bucket import AliasedWeights, Slot, copy_tensors, open_ipc_bucket
 from hybrid_rl.weights.routes import Routes
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def mapped_shared_memory() -> set[str]:
         return set(re.findall(r"/dev/shm/(psm_\w+)$", maps.read(), re.MULTILINE))
 
 
-class SharedWeightsLoader(BaseModelLoader):
+class AliasLoader(BaseModelLoader):
     """Loads nothing: binds a model's parameters to the trainer's buffer, before anything is captured or compiled."""
 
     def download_model(self, model_config: Any) -> None:
@@ -84,10 +84,10 @@ class SharedWeightsLoader(BaseModelLoader):
         Raises:
             RuntimeError: a tensor has no place, or one that the trainer's layout does not give it; by name.
         """
-        shared: SharedWeights = pickle.loads(base64.b64decode(self.load_config.model_loader_extra_config["shared"]))
+        aliased: AliasedWeights = pickle.loads(base64.b64decode(self.load_config.model_loader_extra_config["aliased"]))
         device = self._device or torch.device("cpu")
-        model.hybrid_routes = Routes(model, open_shared(shared.handle, device))
-        for slot in shared.slots:
+        model.hybrid_routes = Routes(model, open_ipc_bucket(aliased.handle, device))
+        for slot in aliased.slots:
             model.hybrid_routes.record(slot, copies=False)
         model.hybrid_routes.bind()
         for module in model.modules():
@@ -98,7 +98,7 @@ class SharedWeightsLoader(BaseModelLoader):
                     module.cos_sin_cache.copy_(module._compute_cos_sin_cache())
 
 
-class WeightReceiver:
+class WorkerExtension:
     """Mixed into the vLLM worker through `worker_extension_cls`; its methods are called with collective_rpc.
 
     Arguments and results are pickled here, so that no insecure serialization has to be switched on in vLLM.
@@ -125,10 +125,10 @@ class WeightReceiver:
         handle, plan, address = pickle.loads(message)
         self._plan, self._copies = plan, {}
         self._pipe = Client(address)
-        bucket = open_shared(handle, self.device, worker=self.rank)
+        bucket = open_ipc_bucket(handle, self.device, worker=self.rank)
         self.model_runner.model.hybrid_routes = Routes(self.model_runner.model, bucket)
 
-    def hybrid_receive(self) -> None:
+    def hybrid_load_buckets(self) -> None:
         """Copy the buckets that the pipe names into the weights until it names none, and answer when each is done.
 
         Raises:
@@ -185,7 +185,7 @@ class WeightReceiver:
         torch.manual_seed(seed)
 
 
-register_model_loader(LOAD_FORMAT)(SharedWeightsLoader)
+register_model_loader(LOAD_FORMAT)(AliasLoader)
 end_with_trainer()
 if not torch.cuda.is_available():
     keep_cpu_weights_plain()

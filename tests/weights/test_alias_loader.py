@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybrid_rl.weights.bucket import Slot
-from hybrid_rl.weights.layout import KNOWN, flat_bytes, flat_slots
+from hybrid_rl.weights.layout import KNOWN, alias_bytes, alias_slots
 from hybrid_rl.weights.routes import Routes
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ import base64, json, pickle, sys
 import torch, transformers
 from hybrid_rl.weights.bucket import checksum
 from hybrid_rl.distributed import free_port, join_world
-from hybrid_rl.weights.flat import FlatWeights
+from hybrid_rl.weights.alias import AliasBuffer
 from hybrid_rl.engines.vllm.engine import LOAD_FORMAT
 import hybrid_rl.engines.vllm.worker
 from vllm.config import set_current_vllm_config
@@ -44,11 +44,11 @@ for family in sys.argv[2:]:
             model = getattr(transformers, family + "ForCausalLM")(config)
             folder = f"{sys.argv[1]}/{family}{tied}{vocab}"
             model.save_pretrained(folder)
-            flat = FlatWeights(model, world)
-            message = base64.b64encode(pickle.dumps(flat.share())).decode()
+            flat = AliasBuffer(model, world)
+            message = base64.b64encode(pickle.dumps(alias_buffer.export())).decode()
             settings = EngineArgs(
                 model=folder, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, load_format=LOAD_FORMAT,
-                model_loader_extra_config={"shared": message},
+                model_loader_extra_config={"aliased": message},
             ).create_engine_config()
             with set_current_vllm_config(settings):
                 if is_first:
@@ -114,7 +114,7 @@ class Fused(torch.nn.Module):
 
 
 def lay_down(slots: list[Slot]) -> torch.Tensor:
-    return torch.zeros(flat_bytes(slots, num_ranks=1), dtype=torch.uint8)
+    return torch.zeros(alias_bytes(slots, num_ranks=1), dtype=torch.uint8)
 
 
 def record(model: Fused, slots: list[Slot]) -> Routes:
@@ -128,7 +128,7 @@ SHAPES = [(f"{name}.weight", (rows, 16), torch.float32) for name, rows in ROWS.i
 
 
 def test_binding_copies_nothing_and_follows():
-    model, slots = Fused(), flat_slots(SHAPES, num_ranks=1)
+    model, slots = Fused(), alias_slots(SHAPES, num_ranks=1)
     before = model.qkv_proj.weight.data.clone()
     routes = record(model, slots)
     assert torch.equal(model.qkv_proj.weight, before)
@@ -138,7 +138,7 @@ def test_binding_copies_nothing_and_follows():
 
 
 def test_tensors_in_another_order_cannot_be_bound():
-    slots = flat_slots(SHAPES, num_ranks=1)
+    slots = alias_slots(SHAPES, num_ranks=1)
     swapped = [
         Slot(name=n, shape=slots[i].shape, dtype=slots[i].dtype, offset=slots[i].offset)
         for i, n in enumerate(["q_proj.weight", "v_proj.weight", "k_proj.weight"])
@@ -150,20 +150,20 @@ def test_tensors_in_another_order_cannot_be_bound():
 
 
 def test_transposed_tensors_cannot_be_bound():
-    slots = flat_slots([(name, shape[::-1], dtype) for name, shape, dtype in SHAPES], num_ranks=1)
+    slots = alias_slots([(name, shape[::-1], dtype) for name, shape, dtype in SHAPES], num_ranks=1)
     with pytest.raises(RuntimeError, match=r"q_proj\.weight does not lie in the trainer"):
         record(Fused(transposed=True), slots).bind()
 
 
 def test_missing_tensor_is_named():
     with pytest.raises(RuntimeError, match=r"engine parameter qkv_proj\.weight: 1536 of 2048 elements come"):
-        record(Fused(), flat_slots(SHAPES, num_ranks=1)[:2]).bind()
+        record(Fused(), alias_slots(SHAPES, num_ranks=1)[:2]).bind()
 
 
 def test_parameter_that_was_replaced_fails_the_proof():
     """Checksums are of what the model computes with now, and not of what was bound."""
     model = Fused()
-    routes = record(model, flat_slots(SHAPES, num_ranks=1))
+    routes = record(model, alias_slots(SHAPES, num_ranks=1))
     routes.bind()
     bound = routes.checksums(["k_proj.weight"])
     model.qkv_proj.weight = torch.nn.Parameter(model.qkv_proj.weight + 1, requires_grad=False)

@@ -9,10 +9,12 @@ import torch
 from hybrid_rl.batch import Prompt, Rollout, make_train_batch, pack
 from hybrid_rl.config import ModelsConfig, OptimizerConfig
 from hybrid_rl.distributed import World, join_world
-from hybrid_rl.engines.deepspeed.engine import TrainEngine
-from hybrid_rl.models.loading import load_actor, packed_inputs
-from hybrid_rl.weights.bucket import open_shared
-from hybrid_rl.weights.flat import FlatWeights
+from hybrid_rl.engines.deepspeed.alias import flat_parameters_in
+from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
+from hybrid_rl.models.loading import load_actor
+from hybrid_rl.models.packed import packed_inputs
+from hybrid_rl.weights.alias import AliasBuffer
+from hybrid_rl.weights.bucket import open_ipc_bucket
 
 CPU = torch.device("cpu")
 
@@ -22,14 +24,16 @@ def world() -> World:
     return join_world()
 
 
-def make(tiny: Path, world: World, *, stage: int, dtype: str, kind: str = "adamw", is_flat: bool = True):
+def make(tiny: Path, world: World, *, stage: int, dtype: str, kind: str = "adamw", is_aliased: bool = True):
     actor = load_actor(str(tiny / "policy"), ModelsConfig(dtype=dtype), CPU)
-    flat = FlatWeights(actor.model, world) if is_flat else None
+    alias_buffer = AliasBuffer(actor.model, world) if is_aliased else None
     config = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, kind=kind)
-    return TrainEngine(actor, config, zero_stage=stage, total_steps=9, world=world, flat=flat), flat
+    return DeepSpeedEngine(
+        actor, config, zero_stage=stage, total_steps=9, world=world, alias_buffer=alias_buffer
+    ), alias_buffer
 
 
-def step(trainer: TrainEngine) -> float:
+def step(trainer: DeepSpeedEngine) -> float:
     prompt = Prompt(prompt_id=0, text="", token_ids=[5, 9])
     rollout = Rollout(
         prompt=prompt, sequence_id=0, response_ids=[3, 8, 0], rollout_logprobs=[], is_truncated=False, text=""
@@ -42,7 +46,7 @@ def step(trainer: TrainEngine) -> float:
     return trainer.step()
 
 
-def weights(trainer: TrainEngine) -> dict[str, torch.Tensor]:
+def weights(trainer: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     with trainer.gathered([name for name, _, _ in trainer.named_shapes()]) as tensors:
         return {name: tensor.clone() for name, tensor in tensors.items()}
 
@@ -53,55 +57,55 @@ CASES += [(1, "bfloat16", "adamw"), (2, "bfloat16", "adamw"), (1, "bfloat16", "c
 
 @pytest.mark.parametrize("stage, dtype, kind", CASES)
 def test_steps_are_those_without_the_buffer_and_are_seen_through_it(tiny, world, stage, dtype, kind):
-    trainer, flat = make(tiny, world, stage=stage, dtype=dtype, kind=kind)
-    plain, _ = make(tiny, world, stage=stage, dtype=dtype, kind=kind, is_flat=False)
-    shared = flat.share()
-    seen = open_shared(shared.handle, CPU)  # a mapping of its own, as another process has it
+    trainer, alias_buffer = make(tiny, world, stage=stage, dtype=dtype, kind=kind)
+    plain, _ = make(tiny, world, stage=stage, dtype=dtype, kind=kind, is_aliased=False)
+    aliased = alias_buffer.export()
+    seen = open_ipc_bucket(aliased.handle, CPU)  # a mapping of its own, as another process has it
     before = weights(trainer)
     assert [step(trainer) for _ in range(3)] == [step(plain) for _ in range(3)]
     expected = weights(plain)
-    for slot in shared.slots:
+    for slot in aliased.slots:
         assert torch.equal(slot.view(seen), expected[slot.name]), slot.name
         assert not torch.equal(expected[slot.name], before[slot.name])
-    assert flat.moved() == []
-    flat.unlink()
+    assert alias_buffer.moved() == []
+    alias_buffer.unlink()
 
 
 def test_buffer_has_no_second_copy(tiny, world):
-    trainer, flat = make(tiny, world, stage=2, dtype="bfloat16")
+    trainer, alias_buffer = make(tiny, world, stage=2, dtype="bfloat16")
     mine = {group.untyped_storage().data_ptr() for group in trainer._engine.optimizer.bit16_groups_flat}
-    assert mine == {flat.ordered()[0].untyped_storage().data_ptr()}
-    flat.unlink()
+    assert mine == {alias_buffer.ordered()[0].untyped_storage().data_ptr()}
+    alias_buffer.unlink()
 
 
 def test_weight_that_was_moved_is_named(tiny, world):
-    trainer, flat = make(tiny, world, stage=2, dtype="float32")
+    trainer, alias_buffer = make(tiny, world, stage=2, dtype="float32")
     name = "model.layers.1.mlp.up_proj.weight"
     parameter = trainer.model.get_parameter(name)
     parameter.data = parameter.data.clone()
-    assert flat.moved() == [name]
-    flat.unlink()
+    assert alias_buffer.moved() == [name]
+    alias_buffer.unlink()
 
 
 def test_deepspeed_that_copies_is_an_error(tiny, world, monkeypatch):
     actor = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
-    flat = FlatWeights(actor.model, world)
-    flat.unlink()
+    alias_buffer = AliasBuffer(actor.model, world)
+    alias_buffer.unlink()
     with (
         pytest.raises(RuntimeError, match=r"moved model\.embed_tokens\.weight out of the shared buffer"),
-        flat.adopted(),
+        flat_parameters_in(alias_buffer),
     ):
         actor.model.model.embed_tokens.weight.data = actor.model.model.embed_tokens.weight.data.clone()
 
 
 def test_neighbours_in_another_order_are_an_error(tiny, world):
     actor = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
-    flat = FlatWeights(actor.model, world)
-    flat.unlink()
-    ordered = [p.data for p in flat.ordered() if p.ndim >= 2]
-    assert flat._flat(ordered).numel() == sum(p.numel() for p in ordered)
+    alias_buffer = AliasBuffer(actor.model, world)
+    alias_buffer.unlink()
+    ordered = [p.data for p in alias_buffer.ordered() if p.ndim >= 2]
+    assert alias_buffer.flat_view(ordered).numel() == sum(p.numel() for p in ordered)
     with pytest.raises(RuntimeError, match="not where the shared layout has it"):
-        flat._flat(ordered[::-1])
+        alias_buffer.flat_view(ordered[::-1])
 
 
 @pytest.fixture(scope="module")
@@ -119,15 +123,15 @@ def test_ranks_gather_into_their_buffers(ranks, stage):
 
 def learn(tiny: Path, world: World, stage: int) -> dict:
     """Take two steps with the buffer and without, as one of two ranks."""
-    trainer, flat = make(tiny, world, stage=stage, dtype="float32")
-    plain, _ = make(tiny, world, stage=stage, dtype="float32", is_flat=False)
+    trainer, alias_buffer = make(tiny, world, stage=stage, dtype="float32")
+    plain, _ = make(tiny, world, stage=stage, dtype="float32", is_aliased=False)
     for _ in range(2):
         step(trainer)
         step(plain)
-    seen = open_shared(flat.share().handle, CPU)
-    flat.unlink()
-    shared = {slot.name: slot.view(seen).clone() for slot in flat.slots}
-    return {"shared": shared, "plain": weights(plain), "moved": flat.moved()}
+    seen = open_ipc_bucket(alias_buffer.export().handle, CPU)
+    alias_buffer.unlink()
+    shared = {slot.name: slot.view(seen).clone() for slot in alias_buffer.slots}
+    return {"shared": shared, "plain": weights(plain), "moved": alias_buffer.moved()}
 
 
 def main() -> None:

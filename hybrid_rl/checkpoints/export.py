@@ -1,0 +1,98 @@
+"""Export of the actor, its moving average and its adapter as Hugging Face folders."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rl.distributed import World
+from hybrid_rl.models.lora import save_adapter
+from hybrid_rl.weights.protocols import WeightSource
+
+
+class ExportedEngine(WeightSource, Protocol):
+    """What an export reads of a training engine."""
+
+    @property
+    def model(self) -> Any:
+        """The Hugging Face model."""
+        ...
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether low-rank adapters are trained."""
+        ...
+
+    def adapter(self) -> dict[str, Tensor]:
+        """Return the adapters under the names of peft's files, on the host."""
+        ...
+
+
+def export(folder: Path, actor: ExportedEngine, tokenizer: PreTrainedTokenizerBase, world: World) -> None:
+    """Write actor and tokenizer as a Hugging Face folder that transformers and vLLM load; a collective under ZeRO-3.
+
+    Low-rank adapters are merged into the weights.
+    """
+    with actor.gathered([name for name, _, _ in actor.named_shapes()]) as tensors:
+        export_weights(folder, actor, tensors, tokenizer, world)
+
+
+def export_best(
+    folder: Path, actor: ExportedEngine, tokenizer: PreTrainedTokenizerBase, world: World, *, accuracy: float, step: int
+) -> bool:
+    """Export the actor if this accuracy beats that of the folder's, and note it in best.json; return whether it did.
+
+    Args:
+        accuracy: of the actor as it is, the same on every rank.
+        step: optimizer has finished this one.
+    """
+    note = folder / "best.json"
+    before = json.loads(note.read_text())["accuracy"] if world.is_main and note.exists() else None
+    is_better = world.all_gather(before is None or accuracy > before)[0]
+    if is_better:
+        export(folder, actor, tokenizer, world)
+        if world.is_main:
+            note.write_text(json.dumps({"step": step, "accuracy": accuracy}) + "\n")
+    return is_better
+
+
+def export_weights(
+    folder: Path, actor: ExportedEngine, tensors: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase, world: World
+) -> None:
+    """Write such a folder with other weights than the actor's own; only those of rank 0 count."""
+    if world.is_main:
+        with _replaced_when_whole(folder) as partial:
+            actor.model.save_pretrained(partial, state_dict={name: t.cpu() for name, t in tensors.items()})
+            tokenizer.save_pretrained(partial)
+    world.barrier()
+
+
+def export_adapter(folder: Path, actor: ExportedEngine, world: World) -> None:
+    """Write the actor's adapter for peft.PeftModel.from_pretrained on its base; a collective under ZeRO-3.
+
+    Raises:
+        ValueError: the actor has no adapter.
+    """
+    if not actor.has_adapters:
+        raise ValueError("the actor has no adapter to export; models.lora.rank is 0")
+    tensors = actor.adapter()
+    if world.is_main:
+        with _replaced_when_whole(folder) as partial:
+            save_adapter(partial, actor.model, tensors)
+    world.barrier()
+
+
+@contextmanager
+def _replaced_when_whole(folder: Path) -> Iterator[Path]:
+    """Yield the place to write to; it becomes the folder when the body is done."""
+    partial = folder.with_name(f".partial-{folder.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    yield partial
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(partial, folder)

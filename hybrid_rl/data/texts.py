@@ -1,0 +1,69 @@
+"""Token ids of the texts that the language-model loss (ptx) reads."""
+
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rl.config import ConfigError, PtxConfig, check
+from hybrid_rl.data.files import column_of, is_chat, read_rows
+
+
+def load_texts(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the token ids of every row of `ptx.path`: what the tokenizer makes of it, one EOS, cut to `max_tokens`.
+
+    Chat messages go through the tokenizer's template; a BOS that both of them add stands there once.
+
+    Raises:
+        ConfigError: names the field, the file, the row and the columns that are there; a row has fewer than two tokens.
+    """
+    assert config.path is not None
+    source = f"ptx.path = {config.path}"
+    rows = read_rows(Path(config.path), source=source, text_column=config.column)
+    check(bool(rows), f"{source}: holds no rows")
+    check(tokenizer.eos_token_id is not None, f"{source}: the tokenizer {tokenizer.name_or_path!r} has no EOS token")
+    texts = []
+    for number, row in enumerate(rows):
+        where = f"{source}: row {number}"
+        value = column_of(row, config.column, field="ptx.column", where=where)
+        token_ids = _close(tokenizer, _encode(tokenizer, value, config, where))[: config.max_tokens]
+        check(
+            len(token_ids) >= 2,
+            f"{where}: gives {len(token_ids)} of at most ptx.max_tokens = {config.max_tokens} tokens, needs 2 or more",
+        )
+        texts.append(token_ids)
+    return texts
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, value: Any, config: PtxConfig, where: str) -> list[int]:
+    if not isinstance(value, str):
+        check(
+            is_chat(value),
+            f"{where}: '{config.column}' (ptx.column) must be text, or a list of messages with text in `role` and "
+            f"`content`; got {str(value)[:80]!r}",
+        )
+        check(
+            bool(tokenizer.chat_template),
+            f"{where} is a chat but the tokenizer {tokenizer.name_or_path!r} has no chat template: give text",
+        )
+        try:
+            value = tokenizer.apply_chat_template(value, tokenize=False)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"{where}: the tokenizer's chat template refuses its messages: {error}") from error
+    token_ids = list(tokenizer(value)["input_ids"])
+    has_two_bos = tokenizer.bos_token_id is not None and token_ids[:2] == [tokenizer.bos_token_id] * 2
+    return token_ids[1:] if has_two_bos else token_ids
+
+
+def _close(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> list[int]:
+    """Return the ids up to an EOS at their end, which a template may have followed by a line break, or with one added.
+
+    What comes after its EOS, the policy never samples.
+    """
+    end = tokenizer.eos_token_id
+    if end in token_ids[1:]:
+        last = len(token_ids) - 1 - token_ids[::-1].index(end)
+        if not tokenizer.decode(token_ids[last + 1 :]).strip():
+            return token_ids[: last + 1]
+    return [*token_ids, end]

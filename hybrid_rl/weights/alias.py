@@ -1,0 +1,75 @@
+"""The buffer of sync.mode = alias: it holds the trainer's weights, and the engine's parameters are views of it."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_rl.distributed import World
+from hybrid_rl.weights.bucket import AliasedWeights, IpcBucket
+from hybrid_rl.weights.layout import alias_bytes, alias_slots
+
+
+class AliasBuffer:
+    """The parameters of a model, moved into one buffer that another process may open."""
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module, world: World) -> None:
+        """Move the parameters of a Hugging Face model, all of one dtype, into the buffer; tied ones once."""
+        self._parameters = dict(model.named_parameters())
+        shapes = [(name, tuple(p.shape), p.dtype) for name, p in self._parameters.items()]
+        self.slots = alias_slots(shapes, num_ranks=world.size)
+        self._bucket = IpcBucket(alias_bytes(self.slots, num_ranks=world.size), world.device)
+        self._bucket.tensor.zero_()  # DeepSpeed's room for alignment takes part in its steps
+        for slot in self.slots:
+            view = slot.view(self._bucket.tensor)
+            view.copy_(self._parameters[slot.name])
+            self._parameters[slot.name].data = view
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+            torch.cuda.empty_cache()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the buffer."""
+        return self._bucket.tensor.nbytes
+
+    def ordered(self) -> list[nn.Parameter]:
+        """Return the parameters as they lie."""
+        return [self._parameters[slot.name] for slot in self.slots]
+
+    def export(self) -> AliasedWeights:
+        """Return what one engine needs to open the buffer; on a GPU each result may be opened once."""
+        return AliasedWeights(handle=self._bucket.handle(), slots=self.slots)
+
+    def unlink(self) -> None:
+        """Remove the buffer's name once everyone has opened it, see IpcBucket."""
+        self._bucket.unlink()
+
+    def moved(self) -> list[str]:
+        """Return the names of the parameters that somebody moved elsewhere, and so parted from the engine."""
+        base = self._bucket.tensor.data_ptr()
+        return [s.name for s in self.slots if self._parameters[s.name].data_ptr() != base + s.offset]
+
+    def contains(self, tensor: Tensor) -> bool:
+        """Return whether the tensor's memory lies in the buffer."""
+        return 0 <= tensor.data_ptr() - self._bucket.tensor.data_ptr() < self.num_bytes
+
+    def flat_view(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return adjacent tensors of the buffer as one flat tensor, which shares their memory.
+
+        The last tensor may lie elsewhere if it is padding: the buffer has room for the padding behind each group.
+
+        Raises:
+            RuntimeError: the tensors are not adjacent, so that DeepSpeed would step on other memory than the engine's.
+        """
+        first = tensors[0].data_ptr() - self._bucket.tensor.data_ptr()
+        end = first
+        for tensor in tensors:
+            is_padding = tensor is tensors[-1] and not self.contains(tensor)
+            if tensor.data_ptr() != self._bucket.tensor.data_ptr() + end and not is_padding:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(tensor.shape)} is not where the layout of the alias buffer has it"
+                )
+            end += tensor.nbytes
+        return self._bucket.tensor[first:end].view(tensors[0].dtype)
