@@ -7,7 +7,7 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,18 +102,47 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def make_rollout(
+    prompt_ids: Sequence[int] = (1,),
+    response_ids: Sequence[int] = (4,),
+    *,
+    prompt_id: int = 0,
+    sequence_id: int | None = None,
+    rollout_logprobs: Sequence[float] | None = None,
+    is_truncated: bool = False,
+    text: str = "",
+    prompt_text: str = "",
+    answer: str | None = None,
+) -> Rollout:
+    """Return a response to a prompt.
+
+    Args:
+        sequence_id:      None takes prompt_id, as for one response per prompt.
+        rollout_logprobs: None gives every response token -1.
+    """
+    return Rollout(
+        prompt=Prompt(prompt_id=prompt_id, text=prompt_text, token_ids=list(prompt_ids), answer=answer),
+        sequence_id=prompt_id if sequence_id is None else sequence_id,
+        response_ids=list(response_ids),
+        rollout_logprobs=[-1.0] * len(response_ids) if rollout_logprobs is None else list(rollout_logprobs),
+        is_truncated=is_truncated,
+        text=text,
+    )
+
+
 @pytest.fixture
 def five_rollouts() -> list[Rollout]:
     """Five responses, of 2, 4, 0, 3 and 1 tokens; the second and the fourth are truncated. The answers are 3 to 7."""
     responses = [[5, 0], [3, 4, 11, 9], [], [6, 12, 8], [0]]
     return [
-        Rollout(
-            prompt=Prompt(prompt_id=20 + i, text="", token_ids=[2 + i] * (i + 1), answer=str(i + 3)),
+        make_rollout(
+            [2 + i] * (i + 1),
+            ids,
+            prompt_id=20 + i,
             sequence_id=i,
-            response_ids=ids,
-            rollout_logprobs=[-1.0] * len(ids),
             is_truncated=i in (1, 3),
             text=text,
+            answer=str(i + 3),
         )
         for i, (ids, text) in enumerate(zip(responses, ["3", "12", "", "4+", "5"], strict=True))
     ]
@@ -122,17 +151,7 @@ def five_rollouts() -> list[Rollout]:
 def packed_rows(*pieces: list[list[int]]) -> list[Packed]:
     """Return a micro-batch for each list of sequences, whose first two ids are the prompt."""
     ids = [sequence for piece in pieces for sequence in piece]
-    rollouts = [
-        Rollout(
-            prompt=Prompt(prompt_id=i, text="", token_ids=sequence[:2]),
-            sequence_id=i,
-            response_ids=sequence[2:],
-            rollout_logprobs=[],
-            is_truncated=False,
-            text="",
-        )
-        for i, sequence in enumerate(ids)
-    ]
+    rollouts = [make_rollout(sequence[:2], sequence[2:], prompt_id=i) for i, sequence in enumerate(ids)]
     batch, cpu = make_train_batch(rollouts), torch.device("cpu")
     ends = list(itertools.accumulate(map(len, pieces)))
     return [pack(batch, list(range(end - len(piece), end)), cpu) for end, piece in zip(ends, pieces, strict=True)]
