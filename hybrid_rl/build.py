@@ -1,9 +1,10 @@
-"""Builds what a run is made of, in the order that keeps the GPU's peak low: the engine first, then each model."""
+"""Builds a run in the order that keeps the GPU's peak low: the rollout engine first, then one model after the other."""
 
 import functools
 import gc
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from hybrid_rl.checkpoints.resume import find_checkpoint, make_saver, open_phase
 from hybrid_rl.config import Config, check
 from hybrid_rl.data.loading import Data, load_data
 from hybrid_rl.distributed import World, join_world
-from hybrid_rl.engines import RolloutEngine
+from hybrid_rl.engines import RolloutEngine, TrainEngine
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
 from hybrid_rl.engines.deepspeed.ulysses import enable_sequence_parallel
 from hybrid_rl.engines.group import GroupEngine, check_groups
@@ -25,16 +26,14 @@ from hybrid_rl.engines.start import start_engine
 from hybrid_rl.engines.tenants import EngineTenant, Tenants
 from hybrid_rl.memory.device import grow_segments
 from hybrid_rl.memory.phases import MemoryManager
-from hybrid_rl.memory.residency import Phase
+from hybrid_rl.memory.residency import RESIDENCY, Phase
 from hybrid_rl.memory.tenants import FrozenModule, PooledModule, Resident
 from hybrid_rl.models.loading import choose_dtype, empty_model, load_actor, load_value_model
-from hybrid_rl.models.packed import PackedModel
+from hybrid_rl.models.packed import PackedModel, ValueModel
 from hybrid_rl.models.sequence_parallel import apply_together
 from hybrid_rl.monitoring.recorder import Recorder
-from hybrid_rl.monitoring.timeline import Timeline
 from hybrid_rl.planning.advice import plan_run
 from hybrid_rl.planning.footprint import forward_tokens
-from hybrid_rl.planning.plan import Allocation
 from hybrid_rl.rewards import RemoteScorer, RunningNormalizer
 from hybrid_rl.rewards.reencode import reencode
 from hybrid_rl.rewards.scoring import RewardSources
@@ -53,250 +52,300 @@ logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=PackedModel)
 
 
-class Builder:
-    """Builds models one after the other and hands each to the memory manager, which sends it off the GPU."""
-
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        data: Data,
-        memory: MemoryManager,
-        timeline: Timeline,
-        resume_from: Path | None,
-    ) -> None:
-        self._config = config
-        self._world = world
-        self._data = data
-        self._memory = memory
-        self._timeline = timeline
-        self._resume_from = resume_from
-        size = config.update.sequence_parallel_size
-        self._sharers = world.model_parallel_group(size, on_device=True) if size > 1 else None
-        self._tenants = Tenants(config, world.device, stays=memory.stays)
-        self._step_sizes = [
-            prompts * config.rollout.group_size for prompts in data.loader.batch_sizes(config.run.num_steps)
-        ]
-
-    def reserve_host(self, rows: Sequence[Allocation]) -> None:
-        """Begin to pin host memory for the rows of a plan that come back over the bus."""
-        self._tenants.reserve_host(sum(row.host_bytes for row in rows if row.in_bytes))
-
-    def policy(self) -> tuple[RolloutEngine, DeepSpeedEngine, WeightSync]:
-        """Return the rollout engine, asleep, the trained actor, and the way of its weights into the engine.
-
-        The engine starts on an empty GPU; only weights that it shares are there before it.
-        """
-        config, paths, world, timeline = self._config, self._config.models, self._world, self._timeline
-        steps = config.update.critic_warmup_steps
-        load = functools.partial(load_actor, paths.actor, paths, world.device, field="models.actor", lora=paths.lora)
-        grow_segments(world.device, is_on=False)  # for an earlier run of this process turned it on
-        if self._aliases_weights():
-            module = self._shared("models.actor", paths.actor, load())
-            alias_buffer = AliasBuffer(module.model, world)
-            engine = self._engine(alias_buffer.export())
-            actor = self.trained("actor", module, skipped_steps=steps, alias_buffer=alias_buffer)
-            return (
-                engine,
-                actor,
-                AliasSync(actor, engine, config.sync, world.device, timeline, alias_buffer=alias_buffer),
-            )
-        engine = self._engine(None)
-        actor = self.trained("actor", self._shared("models.actor", paths.actor, load()), skipped_steps=steps)
-        return engine, actor, CopySync(actor, engine, config.sync, world.device, timeline)
-
-    def _aliases_weights(self) -> bool:
-        """Return whether the engine shall compute with the trainer's weights where they lie.
-
-        Raises:
-            ConfigError: sync.mode = alias, and a rule forbids it.
-        """
-        config, world = self._config, self._world
-        if config.sync.mode == "copy":
-            return False
-        model, _ = empty_model(config.models.actor, field="models.actor", is_policy=True)
-        dtype = choose_dtype(config.models.dtype, world.device)
-        tensors = [(name, tuple(p.shape), dtype) for name, p in model.named_parameters()]
-        obstacle = why_not_alias(config, architecture=type(model).__name__, tensors=tensors)
-        check(obstacle is None or config.sync.mode == "auto", f"sync.mode = alias: {obstacle}")
-        if obstacle and world.is_main:
-            logger.warning("the engine gets copies of the trainer's weights: %s", obstacle)
-        return obstacle is None
-
-    def _shared(self, field: str, path: str, module: M) -> M:
-        return enable_sequence_parallel(module, self._sharers, path, field=field)
-
-    def _engine(self, aliased: AliasedWeights | None) -> RolloutEngine:
-        config, world, size = self._config, self._world, self._config.rollout.tensor_parallel_size
-        dtype = choose_dtype(config.models.dtype, world.device)
-        start = functools.partial(
-            start_engine, config, dtype=dtype, device=world.device, rank=world.rank, aliased=aliased
-        )
-        engine = start() if size == 1 else GroupEngine(world.model_parallel_group(size), lambda gpus: start(gpus=gpus))
-        stays = config.memory.swap == "off"
-        weights = Resident() if stays or aliased else EngineTenant(engine, "weights", filled_in=Phase.SYNC)
-        self._memory.admit("engine_weights", weights)
-        self._memory.admit("engine_kv_cache", Resident() if stays else EngineTenant(engine, "kv_cache", filled_in=None))
-        return engine
-
-    def trained(
-        self, name: str, module: PackedModel, *, skipped_steps: int = 0, alias_buffer: AliasBuffer | None = None
-    ) -> DeepSpeedEngine:
-        """Return the training engine of `actor` or `critic`, as the checkpoint left it if there is one."""
-        trainer = DeepSpeedEngine(
-            module,
-            getattr(self._config.update, name),
-            zero_stage=self._config.update.zero_stage,
-            total_steps=num_optimizer_steps(self._step_sizes[skipped_steps:], self._config.update),
-            world=self._world,
-            alias_buffer=alias_buffer,
-            tensor_parallel_size=self._config.update.tensor_parallel_size,
-            is_offloaded=self._tenants.is_offloaded(name),
-        )
-        if self._resume_from:
-            trainer.load(self._resume_from / name)
-        self._memory.admit(f"{name}_optimizer", self._tenants.optimizer(name, trainer))
-        return trainer
-
-    def critic(self) -> DeepSpeedEngine | None:
-        """Return the critic's training engine, if the run has one."""
-        config, paths = self._config, self._config.models
-        if not config.has_critic:
-            return None
-        path = paths.critic or paths.reward or paths.actor
-        device = self._world.device
-        module = load_value_model(path, paths, device, field="models.critic", new_head=True, lora=paths.lora)
-        critic = self.trained("critic", self._shared("models.critic", path, module))
-        self.park("critic", critic)
-        return critic
-
-    def park(self, name: str, trainer: DeepSpeedEngine, *, is_aliased: bool = False) -> None:
-        """Send the weights of `actor` or `critic` off the GPU; nothing reads them until a phase calls them in."""
-        self._memory.admit(f"{name}_parameters", self._tenants.parameters(name, trainer, is_aliased=is_aliased))
-
-    def frozen(self, name: str, module: PackedModel) -> FrozenModule | PooledModule | None:
-        """Take the gradients from a module and hand it to the memory manager; return its tenant if it moves."""
-        module.requires_grad_(False)
-        tenant = self._tenants.frozen(name, module)
-        self._memory.admit(name, tenant or Resident())
-        return tenant
-
-    def reference(self, actor: DeepSpeedEngine) -> Forward | None:
-        """Return what gives the reference's log-probs: the actor without its adapter, or a model of its own."""
-        config, paths = self._config, self._config.models
-        if not config.has_reference:
-            return None
-        if config.reference_is_actor:
-            return actor.reference_forward
-        path, field = paths.reference or paths.actor, "models.reference"
-        module = self._shared(field, path, load_actor(path, paths, self._world.device, field=field))
-        tenant = self.frozen("reference", module)
-        if not paths.reference_every_steps:
-            return module
-        moving = MovingReference(module, actor, tenant, self._world)
-        self._load(moving, "reference")
-        return moving
-
-    def ema(self, actor: DeepSpeedEngine) -> MovingAverage | None:
-        """Return the moving average of the actor, if the run keeps one."""
-        if self._config.models.ema_decay is None:
-            return None
-        ema = MovingAverage(actor, self._config.models.ema_decay, self._world)
-        self._load(ema, "ema")
-        return ema
-
-    def ptx(self, data_parallel: World) -> PtxLoss | None:
-        """Return the language-model loss beside the actor's, if the run has one."""
-        config, texts, limit = self._config, self._data.ptx_texts, self._config.update.micro_batch_tokens
-        if not texts:
-            return None
-        return PtxLoss(texts, config.ptx, data_parallel, seed=config.run.seed, micro_batch_tokens=limit)
-
-    def _load(self, part: checkpoint.Saved, name: str) -> None:
-        if self._resume_from:
-            part.load(self._resume_from / name)
-
-    def sources(self, data_parallel: World) -> RewardSources:
-        """Return all that judges responses."""
-        config, data, world = self._config, self._data, self._world
-        reward, model = config.reward, None
-        if config.models.reward:
-            path, field, sharers = config.models.reward, "models.reward", self._sharers
-            module = self._shared(field, path, load_value_model(path, config.models, world.device, field=field))
-            self.frozen("reward_model", module)
-            max_tokens = forward_tokens(config.update, is_free=module.packs_freely)
-            packing = Packing(max_tokens=max_tokens, world=data_parallel)
-
-            def model(rollouts: Sequence[Rollout]) -> Tensor:
-                if data.reward_tokenizer is not None:
-                    rollouts = reencode(rollouts, data.reward_tokenizer, actor_tokenizer=data.tokenizer)
-                return apply_together(
-                    sharers, rollouts, lambda everyone: sequence_values(module, make_train_batch(everyone), packing)
-                )
-
-        remote = None
-        if reward.remote_urls:
-            remote = RemoteScorer(reward.remote_urls, timeout_s=reward.remote_timeout_s, retries=reward.remote_retries)
-        return RewardSources(functions=data.scorer, remote=remote, model=model)
-
-
-def build(config: Config, residency: Mapping[str, frozenset[Phase]]) -> Run:
-    """Return a run that stands right before its next step, everything released.
+def build(config: Config) -> Run:
+    """Return a run that is ready for its next step; every tenant is released.
 
     Raises:
         ConfigError: a setting or an input file cannot work, or the models do not fit; before any model loads.
     """
     world = join_world()
     check_groups(config, world)
-    data_parallel = world.data_parallel_group(config.update.sequence_parallel_size * config.update.tensor_parallel_size)
-    plan = plan_run(config, world, residency)
+    plan = plan_run(config, world, RESIDENCY)
     config = plan.sized(config)
     torch.manual_seed(config.run.seed)
     resume_from = find_checkpoint(config)
     data = load_data(config, world)
     state: dict[str, Any] = checkpoint.read_state(resume_from) if resume_from else {"step": 0}
     if resume_from:
-        data.loader.load_state_dict(state["loader"])  # refuses other data, before a model loads
+        data.loader.load_state_dict(state["loader"])  # raises for another data set, before a model loads
+    data_parallel = world.data_parallel_group(config.update.sequence_parallel_size * config.update.tensor_parallel_size)
     recorder = Recorder(config, world, data_parallel)
     memory = MemoryManager(
         plan.residency, world.device, recorder.timeline, planned=plan.peaks, keeps_cache=plan.has_room_for_cache
     )
-    builder = Builder(config, world, data, memory, recorder.timeline, resume_from)
-    builder.reserve_host(plan.allocations)
-
-    engine, actor, weight_sync = builder.policy()
-    ema = builder.ema(actor)  # begins with the actor's weights
-    builder.park("actor", actor, is_aliased=isinstance(weight_sync, AliasSync))
-    critic = builder.critic()
-    advantage = config.advantage
-    run = Run(
+    tenants = Tenants(config, world.device, stays=memory.stays)
+    tenants.reserve_host(sum(allocation.host_bytes for allocation in plan.allocations if allocation.in_bytes))
+    setup = Setup(
         config=config,
         world=world,
         data_parallel=data_parallel,
         data=data,
         recorder=recorder,
         memory=memory,
-        engine=engine,
-        actor=actor,
-        critic=critic,
-        reference=builder.reference(actor),
-        sources=builder.sources(data_parallel),
-        normalizer=RunningNormalizer() if config.reward.normalize else None,
-        kl=KlController(advantage.kl_coef, target=advantage.kl_target, horizon=advantage.kl_horizon),
-        ema=ema,
-        ptx=builder.ptx(data_parallel),
-        weight_sync=weight_sync,
-        saver=make_saver(config, world, sum(engine.checkpoint_bytes for engine in (actor, critic) if engine)),
-        phase_log=open_phase_log(config, world, state["step"]),
-        steps_done=state["step"],
+        tenants=tenants,
+        resume_from=resume_from,
     )
+    run = build_models(setup, steps_done=state["step"])
     if resume_from:
         checkpoint.load_rng(resume_from, world)
-        for name, counter in run.counters.items():
-            counter.load_state_dict(state[name])
+        for name, part in run.counters.items():
+            part.load_state_dict(state[name])
     recorder.open(run.steps_done + 1)
     grow_segments(world.device, is_on=True)
-    # DeepSpeed collects garbage in every offload; without this it walks all that vLLM and torch imported each time.
+    # DeepSpeed collects garbage in every offload; frozen, the objects of all imports are not visited each time.
     gc.collect()
     gc.freeze()
     return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is known of a run before its models load."""
+
+    config: Config
+    world: World
+    data_parallel: World
+    """See Run.data_parallel."""
+    data: Data
+    recorder: Recorder
+    memory: MemoryManager
+    tenants: Tenants
+    resume_from: Path | None
+    """Folder of the checkpoint to continue from."""
+
+    @functools.cached_property
+    def sequence_parallel(self) -> World | None:
+        """The ranks that compute each micro-batch together; None where every rank computes its own."""
+        size = self.config.update.sequence_parallel_size
+        return self.world.model_parallel_group(size, on_device=True) if size > 1 else None
+
+    def parallelize(self, module: M, path: str, *, field: str) -> M:
+        """Return the module, which computes this rank's slice of the tokens where ranks are sequence parallel."""
+        return enable_sequence_parallel(module, self.sequence_parallel, path, field=field)
+
+    def load(self, part: checkpoint.Saved, name: str) -> None:
+        """Read a part from the checkpoint, if the run continues from one."""
+        if self.resume_from:
+            part.load(self.resume_from / name)
+
+
+def build_models(setup: Setup, *, steps_done: int) -> Run:
+    """Load the models one after the other; each is released before the next one loads."""
+    config, advantage = setup.config, setup.config.advantage
+    engine, actor, weight_sync = build_policy(setup)
+    ema = build_ema(setup, actor)  # copies the actor's weights, so before the actor is released
+    admit_parameters(setup, "actor", actor, is_aliased=isinstance(weight_sync, AliasSync))
+    critic = build_critic(setup)
+    return Run(
+        config=config,
+        world=setup.world,
+        data_parallel=setup.data_parallel,
+        data=setup.data,
+        recorder=setup.recorder,
+        memory=setup.memory,
+        engine=engine,
+        actor=actor,
+        critic=critic,
+        reference=build_reference(setup, actor),
+        sources=build_reward_sources(setup),
+        normalizer=RunningNormalizer() if config.reward.normalize else None,
+        kl=KlController(advantage.kl_coef, target=advantage.kl_target, horizon=advantage.kl_horizon),
+        ema=ema,
+        ptx=build_ptx(setup),
+        weight_sync=weight_sync,
+        saver=make_saver(config, setup.world, sum(e.checkpoint_bytes for e in (actor, critic) if e)),
+        phase_log=open_phase_log(config, setup.world, steps_done),
+        steps_done=steps_done,
+    )
+
+
+# Actor and rollout engine
+
+
+def build_policy(setup: Setup) -> tuple[RolloutEngine, TrainEngine, WeightSync]:
+    """Return the rollout engine, asleep, the actor's training engine, and the weight sync between them.
+
+    The rollout engine starts on an empty GPU; only with sync.mode = alias the actor's weights are there before it.
+    """
+    config, world, timeline = setup.config, setup.world, setup.recorder.timeline
+    grow_segments(world.device, is_on=False)  # an earlier run of this process may have turned it on
+    alias_buffer = None
+    if aliases_weights(setup):
+        module = load_policy(setup)
+        alias_buffer = AliasBuffer(module.model, world)
+        engine = build_rollout_engine(setup, alias_buffer.export())
+    else:
+        engine = build_rollout_engine(setup, None)
+        module = load_policy(setup)
+    skipped_steps = config.update.critic_warmup_steps
+    actor = build_train_engine(setup, "actor", module, skipped_steps=skipped_steps, alias_buffer=alias_buffer)
+    if alias_buffer is None:
+        return engine, actor, CopySync(actor, engine, config.sync, world.device, timeline)
+    sync = AliasSync(actor, engine, config.sync, world.device, timeline, alias_buffer=alias_buffer)
+    return engine, actor, sync
+
+
+def load_policy(setup: Setup) -> PackedModel:
+    """Return the actor's model, with adapters where models.lora asks for them."""
+    models, field = setup.config.models, "models.actor"
+    actor = load_actor(models.actor, models, setup.world.device, field=field, lora=models.lora)
+    return setup.parallelize(actor, models.actor, field=field)
+
+
+def aliases_weights(setup: Setup) -> bool:
+    """Return whether the rollout engine's parameters are views of the trainer's.
+
+    Raises:
+        ConfigError: sync.mode = alias, and a rule forbids it.
+    """
+    config, world = setup.config, setup.world
+    if config.sync.mode == "copy":
+        return False
+    model, _ = empty_model(config.models.actor, field="models.actor", is_policy=True)
+    dtype = choose_dtype(config.models.dtype, world.device)
+    tensors = [(name, tuple(p.shape), dtype) for name, p in model.named_parameters()]
+    obstacle = why_not_alias(config, architecture=type(model).__name__, tensors=tensors)
+    check(obstacle is None or config.sync.mode == "auto", f"sync.mode = alias: {obstacle}")
+    if obstacle and world.is_main:
+        logger.warning("the engine gets copies of the trainer's weights: %s", obstacle)
+    return obstacle is None
+
+
+def build_rollout_engine(setup: Setup, aliased: AliasedWeights | None) -> RolloutEngine:
+    """Return the rollout engine; its weights are aliases of the trainer's, or wait for the first weight sync."""
+    config, world, size = setup.config, setup.world, setup.config.rollout.tensor_parallel_size
+    dtype = choose_dtype(config.models.dtype, world.device)
+    start = functools.partial(start_engine, config, dtype=dtype, device=world.device, rank=world.rank, aliased=aliased)
+    engine = start() if size == 1 else GroupEngine(world.model_parallel_group(size), lambda gpus: start(gpus=gpus))
+    stays = config.memory.swap == "off"
+    weights = Resident() if stays or aliased else EngineTenant(engine, "weights", filled_in=Phase.SYNC)
+    setup.memory.admit("engine_weights", weights)
+    setup.memory.admit("engine_kv_cache", Resident() if stays else EngineTenant(engine, "kv_cache", filled_in=None))
+    return engine
+
+
+# Training engines
+
+
+def build_train_engine(
+    setup: Setup, name: str, module: PackedModel, *, skipped_steps: int = 0, alias_buffer: AliasBuffer | None = None
+) -> TrainEngine:
+    """Return the training engine of `actor` or `critic`, in the state of the checkpoint if there is one.
+
+    Args:
+        skipped_steps: steps at the start in which the model takes no optimizer step.
+        alias_buffer: the buffer that holds the parameters, if the rollout engine aliases them.
+    """
+    config, loader = setup.config, setup.data.loader
+    sizes = [prompts * config.rollout.group_size for prompts in loader.batch_sizes(config.run.num_steps)]
+    engine = DeepSpeedEngine(
+        module,
+        getattr(config.update, name),
+        zero_stage=config.update.zero_stage,
+        total_steps=num_optimizer_steps(sizes[skipped_steps:], config.update),
+        world=setup.world,
+        alias_buffer=alias_buffer,
+        tensor_parallel_size=config.update.tensor_parallel_size,
+        is_offloaded=setup.tenants.is_offloaded(name),
+    )
+    setup.load(engine, name)
+    setup.memory.admit(f"{name}_optimizer", setup.tenants.optimizer(name, engine))
+    return engine
+
+
+def admit_parameters(setup: Setup, name: str, engine: TrainEngine, *, is_aliased: bool = False) -> None:
+    """Register the parameters of `actor` or `critic` as a tenant, which releases them until a phase needs them."""
+    setup.memory.admit(f"{name}_parameters", setup.tenants.parameters(name, engine, is_aliased=is_aliased))
+
+
+def build_critic(setup: Setup) -> TrainEngine | None:
+    """Return the critic's training engine, released; None for an estimator without a critic."""
+    models, field = setup.config.models, "models.critic"
+    if not setup.config.has_critic:
+        return None
+    path = models.critic or models.reward or models.actor
+    module = load_value_model(path, models, setup.world.device, field=field, new_head=True, lora=models.lora)
+    critic = build_train_engine(setup, "critic", setup.parallelize(module, path, field=field))
+    admit_parameters(setup, "critic", critic)
+    return critic
+
+
+def build_ema(setup: Setup, actor: TrainEngine) -> MovingAverage | None:
+    """Return the exponential moving average of the actor; None without models.ema_decay."""
+    decay = setup.config.models.ema_decay
+    if decay is None:
+        return None
+    ema = MovingAverage(actor, decay, setup.world)
+    setup.load(ema, "ema")
+    return ema
+
+
+def build_ptx(setup: Setup) -> PtxLoss | None:
+    """Return the language-model loss that is mixed into the actor's; None without ptx.path."""
+    config, texts = setup.config, setup.data.ptx_texts
+    if not texts:
+        return None
+    limit = config.update.micro_batch_tokens
+    return PtxLoss(texts, config.ptx, setup.data_parallel, seed=config.run.seed, micro_batch_tokens=limit)
+
+
+# Frozen models
+
+
+def admit_frozen(setup: Setup, name: str, module: PackedModel) -> FrozenModule | PooledModule | None:
+    """Freeze a model and register it as a tenant; return the tenant if phases release it."""
+    module.requires_grad_(False)
+    tenant = setup.tenants.frozen(name, module)
+    setup.memory.admit(name, tenant or Resident())
+    return tenant
+
+
+def build_reference(setup: Setup, actor: TrainEngine) -> Forward | None:
+    """Return the forward of the reference: the actor's without its adapters, or a frozen model's; None without KL."""
+    config, models, field = setup.config, setup.config.models, "models.reference"
+    if not config.has_reference:
+        return None
+    if config.reference_is_actor:
+        return actor.reference_forward
+    path = models.reference or models.actor
+    module = setup.parallelize(load_actor(path, models, setup.world.device, field=field), path, field=field)
+    tenant = admit_frozen(setup, "reference", module)
+    if not models.reference_sync_steps:
+        return module
+    reference = MovingReference(module, actor, tenant, setup.world)
+    setup.load(reference, "reference")
+    return reference
+
+
+def build_reward_sources(setup: Setup) -> RewardSources:
+    """Return the reward functions, services and reward model of the settings."""
+    reward, remote = setup.config.reward, None
+    model = RewardModelScorer(setup) if setup.config.models.reward else None
+    if reward.remote_urls:
+        remote = RemoteScorer(reward.remote_urls, timeout_s=reward.remote_timeout_s, retries=reward.remote_retries)
+    return RewardSources(functions=setup.data.scorer, remote=remote, model=model)
+
+
+class RewardModelScorer:
+    """The frozen reward model as a source of scores."""
+
+    def __init__(self, setup: Setup) -> None:
+        """Load the model and release it."""
+        config, path, field = setup.config, setup.config.models.reward, "models.reward"
+        assert path is not None
+        model = load_value_model(path, config.models, setup.world.device, field=field)
+        self._model: ValueModel = setup.parallelize(model, path, field=field)
+        admit_frozen(setup, "reward_model", self._model)
+        max_tokens = forward_tokens(config.update, is_free=self._model.packs_freely)
+        self._packing = Packing(max_tokens=max_tokens, world=setup.data_parallel)
+        self._ranks = setup.sequence_parallel
+        self._tokenizer, self._actor_tokenizer = setup.data.reward_tokenizer, setup.data.tokenizer
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> Tensor:
+        """Return the score of each response, [B] float32; ranks that are sequence parallel call it together."""
+        if self._tokenizer is not None:
+            rollouts = reencode(rollouts, self._tokenizer, actor_tokenizer=self._actor_tokenizer)
+        return apply_together(self._ranks, rollouts, self._score)
+
+    def _score(self, rollouts: Sequence[Rollout]) -> Tensor:
+        return sequence_values(self._model, make_train_batch(rollouts), self._packing)

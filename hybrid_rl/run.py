@@ -1,12 +1,12 @@
 """Everything that a run consists of, on one rank."""
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hybrid_rl.algorithms.advantage import KlController
-from hybrid_rl.checkpoints import saver as checkpoint
 from hybrid_rl.checkpoints.phase_log import PhaseLog
+from hybrid_rl.checkpoints.saver import Saved, Saver
 from hybrid_rl.config import Config
 from hybrid_rl.data.loading import Data
 from hybrid_rl.distributed import World
@@ -20,27 +20,44 @@ from hybrid_rl.steps.logprobs import Forward
 from hybrid_rl.steps.ptx import PtxLoss
 from hybrid_rl.weights.sync import WeightSync
 
+Metrics = dict[str, float]
+"""Name of a metric -> its value, the same on every rank."""
 
-class Counter(Protocol):
-    """What a checkpoint keeps as plain values, the same on every rank."""
+
+class Stateful(Protocol):
+    """A part whose state a checkpoint keeps as JSON values, the same on every rank."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
+        """Return the state as JSON values."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what state_dict returned."""
+        """Continue from what state_dict returned."""
         ...
+
+
+class Evaluations:
+    """The first and the last evaluation of a run; {} before there is one."""
+
+    def __init__(self) -> None:
+        self.first: Metrics = {}
+        self.last: Metrics = {}
+
+    def add(self, evaluation: Metrics) -> None:
+        """Record an evaluation."""
+        self.first = self.first or evaluation
+        self.last = evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Everything that a run is made of, on this rank."""
+    """The parts of a run on this rank; what the settings do not ask for is None."""
 
     config: Config
     world: World
+    """All ranks."""
     data_parallel: World
-    """This rank among those whose sequences differ from SCORE to the updates: one of each group that works together."""
+    """The ranks that hold different sequences from SCORE to the updates: one of each model-parallel group."""
     data: Data
     recorder: Recorder
     memory: MemoryManager
@@ -48,38 +65,39 @@ class Run:
     actor: TrainEngine
     critic: TrainEngine | None
     reference: Forward | None
-    """A frozen model, or the actor without its adapter."""
+    """A frozen model, or the actor without its adapters."""
     sources: RewardSources
     normalizer: RunningNormalizer | None
     kl: KlController
     ema: MovingAverage | None
     ptx: PtxLoss | None
     weight_sync: WeightSync
-    saver: checkpoint.Saver
+    saver: Saver
     phase_log: PhaseLog | None
     steps_done: int
-    """Steps that a checkpoint brought; 0 for a new run."""
+    """Steps of the checkpoint that the run continues from; 0 for a new run."""
+    evaluations: Evaluations = field(default_factory=Evaluations)
 
     @property
-    def counters(self) -> dict[str, Counter]:
-        """What a checkpoint keeps as plain values."""
-        found: dict[str, Counter | None] = {
+    def counters(self) -> dict[str, Stateful]:
+        """The parts that a checkpoint keeps as JSON values."""
+        parts: dict[str, Stateful | None] = {
             "loader": self.data.loader,
             "kl": self.kl,
             "normalizer": self.normalizer,
             "ptx": self.ptx,
         }
-        return {name: part for name, part in found.items() if part is not None}
+        return {name: part for name, part in parts.items() if part is not None}
 
     @property
-    def saved_parts(self) -> dict[str, checkpoint.Saved]:
-        """What a checkpoint keeps in files beside the models that learn."""
-        moving = self.reference if isinstance(self.reference, MovingReference) else None
-        found: dict[str, checkpoint.Saved | None] = {"ema": self.ema, "reference": moving}
-        return {name: part for name, part in found.items() if part is not None}
+    def saved_parts(self) -> dict[str, Saved]:
+        """The parts that a checkpoint keeps as tensors, besides actor and critic."""
+        reference = self.reference if isinstance(self.reference, MovingReference) else None
+        parts: dict[str, Saved | None] = {"ema": self.ema, "reference": reference}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def close(self) -> None:
-        """End the processes that belong to the run."""
+        """End the processes of the run: the engine and the scorers."""
         gc.unfreeze()
         self.saver.close()
         self.engine.close()

@@ -1,29 +1,31 @@
-"""The whole run on one page: who is on the GPU in which phase, and the loop. `stages.py` has what each phase does."""
+"""The training loop on one page. `stages.py` has what each phase does, `memory/residency.py` which tenants it needs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hybrid_rl.build import build
 from hybrid_rl.config import Config
-from hybrid_rl.memory.residency import RESIDENCY, ROLLOUT, SCORE, SYNC, UPDATE_ACTOR, UPDATE_CRITIC, Phase
-from hybrid_rl.rewards.scoring import Filter, Scored, balance_by_tokens
-from hybrid_rl.run import Run
+from hybrid_rl.memory.residency import ROLLOUT, SCORE, SYNC, UPDATE_ACTOR, UPDATE_CRITIC, Phase
+from hybrid_rl.rewards.scoring import DynamicFilter, Scored, balance_by_tokens
+from hybrid_rl.run import Metrics, Run
 from hybrid_rl.stages import (
-    Metrics,
+    compute_advantages,
+    compute_logprobs,
     evaluate,
     export,
-    finish,
+    finish_saving,
     generate,
+    is_target_reached,
     is_unsaved,
-    judge,
     keep_best,
-    reached_accuracy,
-    refresh_reference,
+    make_batch,
     save,
-    score,
+    score_responses,
     start_saving,
+    take_snapshot,
     update_actor,
     update_critic,
+    update_reference,
 )
 from hybrid_rl.validate import validate
 
@@ -34,7 +36,7 @@ def train(config: Config) -> Metrics:
     Raises:
         ConfigError: a setting or an input file cannot work; before any model loads.
     """
-    run = build(validate(config), RESIDENCY)
+    run = build(validate(config))
     try:
         with run.recorder:
             return loop(run)
@@ -43,80 +45,92 @@ def train(config: Config) -> Metrics:
 
 
 def loop(run: Run) -> Metrics:
-    """Alternate the phases until all steps are done or the accuracy asked for is reached."""
-    config = run.config
-    first: Metrics = {}
-    last: Metrics = {}
-    for step in range(run.steps_done + 1, config.run.num_steps + 2):
-        is_over = step > config.run.num_steps
-        with phase(run, SYNC, step):
-            synced = run.weight_sync.sync()
-        with phase(run, ROLLOUT, step):
-            evaluation = evaluate(run, step, is_over)
-            first, last = first or evaluation, evaluation or last
-            if is_over or reached_accuracy(run, evaluation):
-                break
-            rollouts, greedy = generate(run, run.data.loader.next_batch(), step)
-        with phase(run, SCORE, step):
-            scored = judge(run, rollouts, greedy, step)
-        scored, filtered = refill(run, scored, step)
-        scored = balance_by_tokens(scored, run.world, run.data_parallel)
-        with phase(run, SCORE, step):
-            keep_best(run, evaluation, step)
-            refresh_reference(run, step)
-            batch, sums, state = score(run, scored)
-        with phase(run, UPDATE_CRITIC, step):
-            critic_metrics = update_critic(run, batch, step)
-        with phase(run, UPDATE_ACTOR, step):
-            actor_metrics = update_actor(run, batch, step)
-        state |= synced.metrics() | run.memory.measured.metrics()
-        metrics = evaluation | filtered | critic_metrics | actor_metrics | state
-        run.recorder.step(step, scored.rollouts, batch, sums, metrics)
-        save(run, step)
-    save_early_end(run, step - 1)
-    finish(run)
-    run.recorder.summary(first, last)
-    with run.memory.phase(SYNC, step):  # the actor's weights are not on the GPU while the engine generates
-        keep_best(run, evaluation, step)
+    """Train step by step until all steps are done or an evaluation reaches the target accuracy."""
+    num_steps = run.config.run.num_steps
+    for step in range(run.steps_done + 1, num_steps + 1):
+        if not train_step(run, step):
+            return finish(run, step - 1)
+    with phase(run, SYNC, num_steps + 1):
+        run.weight_sync.sync()
+    with phase(run, ROLLOUT, num_steps + 1):
+        evaluate(run, num_steps + 1, is_final=True)
+    return finish(run, num_steps)
+
+
+def train_step(run: Run, step: int) -> bool:
+    """Run the phases of one step; return False instead of training if its evaluation reaches the target accuracy."""
+    with phase(run, SYNC, step):
+        synced = run.weight_sync.sync()
+    with phase(run, ROLLOUT, step):
+        evaluation = evaluate(run, step)
+        is_done = is_target_reached(run, evaluation)
+        responses = None if is_done else generate(run, step, run.data.loader.next_batch())
+    if responses is None:
+        return False
+    with phase(run, SCORE, step):
+        scored = score_responses(run, step, *responses)
+    scored, filtering = filter_groups(run, scored, step)
+    scored = balance_by_tokens(scored, run.world, run.data_parallel)
+    with phase(run, SCORE, step):
+        keep_best(run, evaluation, steps_done=step - 1)
+        update_reference(run, steps_done=step - 1)
+        batch = make_batch(run, scored)
+        batch, logprob_gap = compute_logprobs(run, batch, scored.rollouts)
+        batch, sums, kl = compute_advantages(run, batch)
+    with phase(run, UPDATE_CRITIC, step):
+        critic = update_critic(run, batch, step)
+    with phase(run, UPDATE_ACTOR, step):
+        actor = update_actor(run, batch, step)
+    state = logprob_gap | kl | synced.metrics() | run.memory.measured.metrics()
+    metrics = evaluation | filtering | critic | actor | state
+    run.recorder.step(step, scored.rollouts, batch, scored.sums | sums, metrics)
+    save(run, step)
+    return True
+
+
+def finish(run: Run, last_step: int) -> Metrics:
+    """Save and export what the run has trained; return the last evaluation."""
+    if is_unsaved(run, last_step):
+        with phase(run, UPDATE_CRITIC, last_step):
+            take_snapshot(run, "critic", run.critic)
+        with phase(run, UPDATE_ACTOR, last_step):
+            take_snapshot(run, "actor", run.actor)
+        start_saving(run, last_step)
+    finish_saving(run)
+    evaluations = run.evaluations
+    run.recorder.summary(evaluations.first, evaluations.last)
+    with run.memory.phase(SYNC, last_step + 1):  # in ROLLOUT the actor's weights need not be on the GPU
+        keep_best(run, evaluations.last, steps_done=last_step)
         export(run)
-    return last
+    return evaluations.last
 
 
 @contextmanager
 def phase(run: Run, which: Phase, step: int) -> Iterator[None]:
-    """Open a phase and show it."""
+    """Open a phase and show it on the display."""
     run.recorder.show_phase(which.value, step)
     with run.memory.phase(which, step):
         yield
 
 
-def save_early_end(run: Run, step: int) -> None:
-    """Begin to write the last step's checkpoint where the run ended before one was due."""
-    if is_unsaved(run, step):
-        with phase(run, UPDATE_CRITIC, step):
-            if run.critic:
-                run.saver.take("critic", run.critic)
-        with phase(run, UPDATE_ACTOR, step):
-            run.saver.take("actor", run.actor)
-        start_saving(run, step)
+def filter_groups(run: Run, scored: Scored, step: int) -> tuple[Scored, Metrics]:
+    """Replace groups whose rewards carry no gradient by groups of further prompts; without dynamic filtering, keep all.
 
-
-def refill(run: Run, scored: Scored, step: int) -> tuple[Scored, Metrics]:
-    """Replace the groups that teach nothing by those of further prompts; nothing to do without dynamic filtering."""
-    bounds, world, wanted = run.config.rollout.keep_scores, run.world, run.config.rollout.rollout_batch_size
-    if bounds is None:
+    Source: Yu et al. 2025 (DAPO), section 3.2.
+    """
+    config = run.config.rollout
+    if config.dynamic_filtering_reward_range is None:
         return scored, {}
-    kept, seen = Filter(bounds, world), set[int]()
-    for attempt in range(run.config.rollout.max_refills + 1):
-        if attempt:
-            fresh = [prompt for prompt in run.data.loader.next_batch() if prompt.prompt_id not in seen]
-            with phase(run, SYNC, step):
-                run.weight_sync.sync()
-            with phase(run, ROLLOUT, step):
-                rollouts, greedy = generate(run, fresh, step)
-            with phase(run, SCORE, step):
-                scored = judge(run, rollouts, greedy, step)
-        seen |= {i for ids in world.all_gather({r.prompt.prompt_id for r in scored.rollouts}) for i in ids}
-        if kept.add(scored) >= wanted:
+    kept = DynamicFilter(config.dynamic_filtering_reward_range, run.world)
+    kept.add(scored)
+    for _ in range(config.dynamic_filtering_max_retries):
+        if kept.num_groups >= config.rollout_batch_size:
             break
-    return kept.take(wanted, seed=run.config.run.seed + step)
+        prompts = [prompt for prompt in run.data.loader.next_batch() if prompt.prompt_id not in kept.seen]
+        with phase(run, SYNC, step):
+            run.weight_sync.sync()
+        with phase(run, ROLLOUT, step):
+            responses = generate(run, step, prompts)
+        with phase(run, SCORE, step):
+            kept.add(score_responses(run, step, *responses))
+    return kept.take(config.rollout_batch_size, seed=run.config.run.seed + step)

@@ -106,21 +106,27 @@ def informative_rows(scored: Scored, bounds: tuple[float, float]) -> list[int]:
     return sorted(row for rows in kept for row in rows)
 
 
-class Filter:
+class DynamicFilter:
     """Collects the groups of a step that dynamic filtering keeps, over several batches of prompts and all ranks."""
 
     def __init__(self, bounds: tuple[float, float], world: World) -> None:
         self._bounds, self._world = bounds, world
         self._kept: Scored | None = None
+        self.num_groups = 0
+        """Groups that are kept so far, over all ranks."""
+        self.seen: set[int] = set()
+        """Prompt ids that were sampled so far, over all ranks."""
         self._sampled = torch.zeros(3, dtype=torch.float64)  # responses, their scores, batches of prompts
 
-    def add(self, scored: Scored) -> int:
-        """Add what this rank sampled and return the number of groups that all ranks have kept so far."""
+    def add(self, scored: Scored) -> None:
+        """Keep this rank's groups that have a gradient; a collective of all ranks."""
         part = scored.select(informative_rows(scored, self._bounds))
         self._kept = part if self._kept is None else self._kept + part
-        here = torch.tensor([len(scored.scores), float(scored.scores.sum()), 0], dtype=torch.float64)
-        self._sampled += self._world.sum(here) + torch.tensor([0, 0, 1])
-        return len(self._groups())
+        local = torch.tensor([len(scored.scores), float(scored.scores.sum()), 0], dtype=torch.float64)
+        self._sampled += self._world.sum(local) + torch.tensor([0, 0, 1])
+        prompt_ids = {rollout.prompt.prompt_id for rollout in scored.rollouts}
+        self.seen |= set().union(*self._world.all_gather(prompt_ids))
+        self.num_groups = len(self._groups())
 
     def _groups(self) -> list[int]:
         assert self._kept is not None
@@ -137,7 +143,7 @@ class Filter:
         groups = self._groups()
         count, total, batches = self._sampled.tolist()
         said = f"{len(groups)} of {num_groups} groups after {batches:.0f} batches of prompts"
-        seen = f"mean score {total / max(count, 1):.3f}, rollout.keep_scores = {list(self._bounds)}"
+        seen = f"mean score {total / max(count, 1):.3f}, rollout.dynamic_filtering_reward_range = {list(self._bounds)}"
         if not groups:
             raise RuntimeError(f"dynamic filtering kept {said} ({seen}): too easy, too hard, or other bounds")
         if len(groups) < num_groups:

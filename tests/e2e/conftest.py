@@ -154,7 +154,7 @@ def train_here(read_run: Callable[[Config], RunResult]) -> Callable[[Config], Ru
     """Train in this process."""
 
     def train(config: Config) -> RunResult:
-        run = build.build(config, trainer.RESIDENCY)
+        run = build.build(config)
         try:
             with run.recorder:
                 trainer.loop(run)

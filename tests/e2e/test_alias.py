@@ -82,19 +82,19 @@ def pair(
         sync={"mode": "alias"},
         checkpoint={"every_steps": 0},
     )
-    run = build(config, trainer.RESIDENCY)
+    run = build(config)
     try:
         with pytest.raises(RuntimeError) as refusal:
             run.engine.generate([[5]], SAMPLED, None)
         pair = Pair(run=run, copy_engine=copy_engine, refusal=str(refusal.value))
-        push = run.weight_sync.push
+        push = run.weight_sync.sync
 
         def watched_push() -> Any:
             pair.reports.append(push())
             return pair.reports[-1]
 
         with pytest.MonkeyPatch.context() as patch, run.recorder:
-            patch.setattr(run.weight_sync, "push", watched_push)
+            patch.setattr(run.weight_sync, "sync", watched_push)
             trainer.loop(run)
         with run.memory.phase(Phase.ROLLOUT):
             pass

@@ -7,7 +7,7 @@ from pathlib import Path
 SMALL = [
     "--rollout.rollout_batch_size=32",
     "--update.mini_batch_size=16",
-    "--prompts.num_eval=64",
+    "--prompts.max_eval_samples=64",
     "--run.eval_every_steps=2",
     "--checkpoint.every_steps=1",
 ]

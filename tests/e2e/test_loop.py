@@ -112,9 +112,9 @@ def live(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFa
         checkpoint={"every_steps": 1, "keep_last": 1, "export": True},
     )
     children_before, shared_before = children(), shared_memory()
-    live = Live(run=build(config, trainer.RESIDENCY), children_before=children_before, shared_before=shared_before)
+    live = Live(run=build(config), children_before=children_before, shared_before=shared_before)
     run, names = live.run, [name for name, _, _ in live.run.actor.named_shapes()]
-    push, write = run.weight_sync.push, run.recorder.step
+    push, write = run.weight_sync.sync, run.recorder.step
 
     def watched_push() -> SyncReport:
         report = push()
@@ -127,7 +127,7 @@ def live(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFa
 
     try:
         with pytest.MonkeyPatch.context() as patch, run.recorder:
-            patch.setattr(run.weight_sync, "push", watched_push)
+            patch.setattr(run.weight_sync, "sync", watched_push)
             patch.setattr(run.recorder, "step", watched_write)
             trainer.loop(run)
         with run.memory.phase(Phase.ROLLOUT):  # the run ended in SYNC, with the export
@@ -369,7 +369,7 @@ def test_timeline_is_a_trace_with_the_phases_in_order(live: Live):
     for one, next_one in itertools.pairwise(phases):
         assert one["ts"] + one["dur"] <= next_one["ts"]
     num_bytes = sum(4 * math.prod(shape) for _, shape, _ in live.run.actor.named_shapes())
-    for push in (event for event in spans if event["name"] == "push"):
+    for span in (event for event in spans if event["name"] == "sync_weights"):
         (around,) = [p for p in phases if p["ts"] <= push["ts"] and push["ts"] + push["dur"] <= p["ts"] + p["dur"]]
         assert around["name"] == "sync" and push["args"]["bytes"] == num_bytes
     moves = [(event["cat"], event["name"]) for event in spans if event["args"]["step"] == 1 and event["cat"] == "score"]

@@ -55,7 +55,10 @@ def shrink(recipe: Config, tiny: Config, rule: str) -> Config:
             tiny,
             models=replace(tiny.models, lora=lora, reward=recipe.models.reward and tiny.models.reward),
             rollout=replace(
-                tiny.rollout, group_size=group_size, keep_scores=sampling.keep_scores, max_refills=sampling.max_refills
+                tiny.rollout,
+                group_size=group_size,
+                dynamic_filtering_reward_range=sampling.dynamic_filtering_reward_range,
+                dynamic_filtering_max_retries=sampling.dynamic_filtering_max_retries,
             ),
             reward=replace(recipe.reward, functions=[rule], weights=None),
             advantage=recipe.advantage,

@@ -122,7 +122,7 @@ def test_all_that_has_a_state_goes_on(make_config, train_here, tmp_path):
         return make_config(
             folder,
             run={"num_steps": num_steps},
-            models={"reference_every_steps": 1, "reference_alpha": 0.5, "ema_decay": 0.9},
+            models={"reference_sync_steps": 1, "reference_mixup_alpha": 0.5, "ema_decay": 0.9},
             reward={"normalize": True, "clip": 5.0},
             advantage={"kl_target": 0.01, "kl_horizon": 50},
             ptx={"path": str(texts), "batch_size": 3, "max_tokens": 16},

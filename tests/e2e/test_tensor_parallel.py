@@ -64,7 +64,7 @@ def refused(run: Run) -> str:
 def rank_of_two(folder: Path) -> None:
     from launch.colocated import parse
 
-    run = build.build(parse(["--config", os.environ[SETTINGS]])[0], trainer.RESIDENCY)
+    run = build.build(parse(["--config", os.environ[SETTINGS]])[0])
     rank, sync = run.world.rank, run.weight_sync
     assert isinstance(sync, CopySync)
     found: dict[str, Any] = {}

@@ -59,11 +59,10 @@ def finished(
 ) -> dict[str, object]:
     """What a run of six steps left: its folder, and what its engine generates after the last hand-over."""
     from hybrid_rl.build import build
-    from hybrid_rl.memory.residency import RESIDENCY
     from hybrid_rl.trainer import loop
 
     config = make_config(small, tmp_path_factory.mktemp("runs"), request.param)
-    run = build(config, RESIDENCY)
+    run = build(config)
     prompts = [prompt.token_ids for prompt in run.data.loader.next_batch()[:16]]
     try:
         with run.recorder:

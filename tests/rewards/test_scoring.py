@@ -15,7 +15,7 @@ from hybrid_rl.distributed import World, join_world
 from hybrid_rl.models.loading import load_value_model
 from hybrid_rl.rewards import RunningNormalizer, ScorerPool
 from hybrid_rl.rewards.scoring import (
-    Filter,
+    DynamicFilter,
     RewardSources,
     Scored,
     add_rewards,
@@ -79,9 +79,11 @@ def test_groups_of_equal_scores_teach_nothing():
 
 
 def test_filter_gathers_until_there_are_enough():
-    kept = Filter((0.0, 1.0), WORLD)
-    assert kept.add(scored([1, 0, 0, 0], [1, 1, 2, 2])) == 1
-    assert kept.add(scored([1, 0, 0, 1, 1, 0], [3, 3, 4, 4, 5, 5])) == 4
+    kept = DynamicFilter((0.0, 1.0), WORLD)
+    kept.add(scored([1, 0, 0, 0], [1, 1, 2, 2]))
+    assert (kept.num_groups, kept.seen) == (1, {1, 2})
+    kept.add(scored([1, 0, 0, 1, 1, 0], [3, 3, 4, 4, 5, 5]))
+    assert (kept.num_groups, kept.seen) == (4, {1, 2, 3, 4, 5})
     part, metrics = kept.take(2, seed=0)
     assert metrics == {"filter/score": pytest.approx(0.4), "filter/batches": 2.0, "filter/groups": 2.0}
     groups = {rollout.prompt.prompt_id for rollout in part.rollouts}
@@ -92,7 +94,7 @@ def test_filter_gathers_until_there_are_enough():
 
 
 def test_filter_gives_up_in_words(caplog):
-    kept = Filter((0.0, 1.0), WORLD)
+    kept = DynamicFilter((0.0, 1.0), WORLD)
     kept.add(scored([1, 0, 1, 1], [1, 1, 2, 2]))
     with caplog.at_level(logging.WARNING):
         part, _ = kept.take(4, seed=0)
@@ -101,7 +103,7 @@ def test_filter_gives_up_in_words(caplog):
 
 
 def test_filter_that_keeps_nothing_is_an_error():
-    kept = Filter((0.0, 1.0), WORLD)
+    kept = DynamicFilter((0.0, 1.0), WORLD)
     kept.add(scored([1, 1], [1, 1]))
     with pytest.raises(RuntimeError, match=r"kept 0 of 4 groups after 1 batches of prompts \(mean score 1.000"):
         kept.take(4, seed=0)
