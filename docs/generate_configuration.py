@@ -1,0 +1,103 @@
+"""Write docs/configuration.md from the dataclasses of hybrid_rl/config.py: python docs/generate_configuration.py.
+
+Each section of the settings becomes a table with name, default, values and the docstring of every field.
+"""
+
+import ast
+import dataclasses
+import inspect
+import json
+import types
+import typing
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from hybrid_rl.config import Config
+
+PAGE = Path(__file__).parent / "configuration.md"
+WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false", dict: "mapping", type(None): "null"}
+INTRODUCTION = """\
+# Configuration
+
+Which settings are there, and what does each do?
+
+A run is described by one YAML file with the sections below. Every setting can be overridden on the command line:
+
+```
+.venv/bin/python launch/colocated.py --config my.yaml --update.actor.lr 5e-7
+.venv/bin/python launch/colocated.py --config my.yaml --print_config      # the settings that would run
+.venv/bin/python launch/colocated.py --help                               # this page, in the terminal
+```
+
+Settings are checked before anything loads. An error names the setting, its value, the rule and the remedy, and the
+command ends with code 2. This page is generated from `hybrid_rl/config.py` by `docs/generate_configuration.py`.
+"""
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """Return the docstring below each field of a dataclass, as one line."""
+    body = ast.parse(inspect.getsource(kind)).body[0].body  # type: ignore[attr-defined]
+    docs = {}
+    for field, below in pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            docs[ast.unparse(field.target)] = " ".join(str(below.value.value).split())
+    return docs
+
+
+def values(annotation: Any) -> str:
+    """Return in words which values a setting takes."""
+    arguments = typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(values(argument) for argument in arguments)
+    if origin is tuple:
+        return f"{len(arguments)} values, each a {values(arguments[0])}"
+    if origin is list:
+        return f"list, each item a {values(arguments[0])}"
+    return WORDS[origin or annotation]
+
+
+def default(value: Any) -> str:
+    """Return a default as YAML has it."""
+    return f"`{json.dumps(list(value) if isinstance(value, tuple) else value)}`"
+
+
+def sections(settings: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the settings of every section, the inner ones after the section that holds them."""
+    if name:
+        yield name, settings
+    for field in dataclasses.fields(settings):
+        inner = getattr(settings, field.name)
+        if dataclasses.is_dataclass(inner):
+            yield from sections(inner, f"{name}.{field.name}".strip("."))
+
+
+def table(name: str, settings: Any) -> str:
+    """Return one section of the page."""
+    kind = type(settings)
+    docs, annotations = field_docs(kind), typing.get_type_hints(kind)
+    lines = [f"## {name}", "", inspect.cleandoc(kind.__doc__ or ""), ""]
+    lines += ["| Setting | Default | Values | Meaning |", "|---|---|---|---|"]
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            section = f"{name}.{field.name}"
+            lines.append(f"| `{field.name}` | | | The section [{section}](#{section.replace('.', '')}). |")
+            continue
+        meaning = docs.get(field.name, "").replace("|", "&#124;").replace("<", "&lt;")
+        words = values(annotations[field.name])
+        lines.append(f"| `{field.name}` | {default(value)} | {words} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """Return the whole page."""
+    return INTRODUCTION + "".join("\n" + table(name, settings) for name, settings in sections(Config()))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
