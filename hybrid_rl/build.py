@@ -336,7 +336,7 @@ class RewardModelScorer:
         model = load_value_model(path, config.models, setup.world.device, field=field)
         self._model: ValueModel = setup.parallelize(model, path, field=field)
         admit_frozen(setup, "reward_model", self._model)
-        max_tokens = forward_tokens(config.update, is_free=self._model.packs_freely)
+        max_tokens = forward_tokens(config.update, is_free=self._model.uses_varlen)
         self._packing = Packing(max_tokens=max_tokens, world=setup.data_parallel)
         self._ranks = setup.sequence_parallel
         self._tokenizer, self._actor_tokenizer = setup.data.reward_tokenizer, setup.data.tokenizer

@@ -127,7 +127,7 @@ def make_batch(run: Run, scored: Scored) -> TrainBatch:
 
 def packing(run: Run) -> logprobs.Packing:
     """Return how forwards without gradient pack sequences."""
-    is_free = all(engine.module.packs_freely for engine in (run.actor, run.critic) if engine)
+    is_free = all(engine.module.uses_varlen for engine in (run.actor, run.critic) if engine)
     max_tokens = forward_tokens(run.config.update, is_free=is_free)
     return logprobs.Packing(max_tokens=max_tokens, world=run.data_parallel)
 

@@ -11,7 +11,8 @@ from hybrid_rl.data.prompts import PromptLoader, load_prompts
 from hybrid_rl.data.template import load_template
 from hybrid_rl.data.texts import load_texts
 from hybrid_rl.distributed import World
-from hybrid_rl.models.loading import check_models, eos_token_ids, load_other_tokenizer, load_tokenizer
+from hybrid_rl.models.checks import check_models
+from hybrid_rl.models.tokenizer import eos_token_ids, load_other_tokenizer, load_tokenizer
 from hybrid_rl.rewards import ScorerPool
 
 
@@ -47,7 +48,7 @@ def load_data(config: Config, world: World) -> Data:
     eval_prompts: list[Prompt] = []
     if config.prompts.eval_path and config.run.eval_every_steps:
         # A generated task draws its held-out rows from another seed.
-        rows, seed = config.prompts.num_eval, config.run.seed + 1_000_003
+        rows, seed = config.prompts.max_eval_samples, config.run.seed + 1_000_003
         eval_prompts = load_prompts(config.prompts.eval_path, tokenizer, config.prompts, seed=seed, num_rows=rows)
     reward = config.reward
     make_scorer = functools.partial(ScorerPool, timeout_s=reward.timeout_s, num_workers=reward.num_workers)

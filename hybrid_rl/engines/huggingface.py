@@ -8,7 +8,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerBase
 
 from hybrid_rl.engines import Generation, Sampling
-from hybrid_rl.models.loading import dense_attention, load_tokenizer
+from hybrid_rl.models.loading import dense_attention
+from hybrid_rl.models.tokenizer import load_tokenizer
 from hybrid_rl.weights.bucket import AliasedWeights, Slot, open_ipc_bucket
 from hybrid_rl.weights.checksum import checksum
 from hybrid_rl.weights.protocols import TensorSlice

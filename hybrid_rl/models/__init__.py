@@ -1,1 +1,1 @@
-"""Loading Hugging Face models and running them on packed sequences."""
+"""Hugging Face models on packed sequences: loading, attention, adapters, fused kernels, parallelism."""

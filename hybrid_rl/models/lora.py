@@ -1,8 +1,10 @@
-"""Low-rank adapters inside a model: what learns, what the engine is served, and the policy before training.
+"""Low-rank adapters (LoRA) inside a model: injection, merged weights for engine and export, and the reference policy.
 
-peft puts them in place, so that a model stays the Hugging Face model it was: heads, packing and ZeRO see nothing new.
-Adapters have the dtype of the model, for DeepSpeed casts all of it; in bfloat16 their float32 master copies, like those
-of any trained weight, are the optimizer's.
+peft injects the adapters into the Hugging Face model, so heads, packing and ZeRO need no special case. Adapters have
+the dtype of the model, because DeepSpeed casts all of it; in bfloat16 the optimizer keeps float32 master copies of
+them, as of any trained weight.
+
+Source: Hu et al. 2021 (LoRA, arXiv 2106.09685).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,23 +21,25 @@ from transformers.pytorch_utils import Conv1D
 
 from hybrid_rl.config import ConfigError, LoraConfig, check
 
-_ADAPTER = "default"  # peft's own name for the only adapter of a model
+_ADAPTER = "default"  # peft's name for the only adapter of a model
 
 
 def linear_names(model: PreTrainedModel, heads: Sequence[nn.Module]) -> list[str]:
-    """Return the last parts of the names of all linear layers that are no head, such as q_proj, sorted.
+    """Return the last components of the names of all linear layers except the heads, such as q_proj, sorted.
 
-    The experts of a mixture are none of them: transformers keeps each projection of all experts in one tensor.
+    The experts of a mixture are not among them: transformers keeps each projection of all experts in one tensor.
     """
     layers = [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m not in heads]
     return sorted({name.rsplit(".", 1)[-1] for name in layers})
 
 
 def check_targets(model: PreTrainedModel, config: LoraConfig, *, heads: Sequence[nn.Module]) -> list[str]:
-    """Return the names of the layers that get adapters, see linear_names.
+    """Return the names of the layers that get adapters: those of the config, or all of `linear_names`.
 
+    Args:
+        heads: modules that get no adapter.
     Raises:
-        ConfigError: a target is no linear layer of the model; names those that are.
+        ConfigError: a target is not a linear layer of the model; the message lists the linear layers.
     """
     names = linear_names(model, heads)
     targets = names if config.target_modules is None else config.target_modules
@@ -49,12 +53,12 @@ def check_targets(model: PreTrainedModel, config: LoraConfig, *, heads: Sequence
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, heads: Sequence[nn.Module]) -> None:
-    """Freeze a model and give its linear layers adapters, whose product is 0 until the first step.
+    """Freeze a model and inject adapters, whose product is 0 until the first step, into its linear layers.
 
     Args:
         heads: modules that get no adapter.
     Raises:
-        ConfigError: see check_targets; a target's weight is read by other code than its layer.
+        ConfigError: see check_targets; or the model reads the weight of a target without calling its layer.
     """
     import peft
 
@@ -70,17 +74,17 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, heads: Sequence[
     )
     try:
         peft.inject_adapter_in_model(settings, model)
-    except ValueError as error:  # layers whose weights the model reads past their forward, as Mamba's out_proj
+    except ValueError as error:  # the model reads the weight without calling the layer, as Mamba's out_proj
         raise ConfigError(f"models.lora.target_modules, of {', '.join(names)}: {error}") from error
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Return whether add_adapters was called on the model."""
+    """Return whether `add_adapters` was called on the model."""
     return hasattr(model, "peft_config")
 
 
 def adapter_settings(model: Any) -> dict[str, Any]:
-    """Return what two models must share to have adapters of the same shapes and meaning; {} without."""
+    """Return rank, alpha and target modules of a model's adapters, which a checkpoint must match; {} without any."""
     if not has_adapters(model):
         return {}
     settings = model.peft_config[_ADAPTER]
@@ -88,7 +92,7 @@ def adapter_settings(model: Any) -> dict[str, Any]:
 
 
 def _adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """Return name -> layer of all that have an adapter, under the names that the model had without."""
+    """Return name -> layer of all layers with an adapter, under their names in the model without adapters."""
     if not has_adapters(model):
         return {}
     from peft.tuners.lora import LoraLayer
@@ -98,7 +102,7 @@ def _adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """Run the body without the adapters: the model is then what it was loaded as, bit for bit."""
+    """Disable the adapters in the body, in which the model computes exactly what it did when it was loaded."""
     layers = _adapted_layers(model).values()
     for layer in layers:
         layer.enable_adapters(False)
@@ -111,22 +115,22 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedWeight:
-    """A weight as the engine and an export know it."""
+    """A weight as engine and exports see it, with its adapter merged."""
 
     base: nn.Parameter
     layer: Any = None
-    """The peft layer whose adapter changes it."""
+    """The peft layer that holds the adapter of the weight; None if it has none."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All that must be gathered to compute it."""
+        """The parameters that `compute` reads, which ZeRO-3 must gather first."""
         if self.layer is None:
             return [self.base]
         return [self.base, self.layer.lora_A[_ADAPTER].weight, self.layer.lora_B[_ADAPTER].weight]
 
     @torch.no_grad()
     def compute(self) -> Tensor:
-        """Return W + alpha / rank * B A, accumulated in float32 and rounded once; W itself without an adapter."""
+        """Return W + alpha / rank * B A, accumulated in float32 and rounded once; without an adapter, W."""
         if self.layer is None:
             return self.base.detach()
         base, a, b = (p.detach() for p in self.parameters)
@@ -136,7 +140,7 @@ class ServedWeight:
 
 
 class ServedTensors(Mapping[str, Tensor]):
-    """Name -> tensor, merged when it is read, so that no second model stands beside the first."""
+    """Name -> tensor, each merged when it is read, so that no merged copy of the whole model exists."""
 
     def __init__(self, weights: Mapping[str, ServedWeight]) -> None:
         self._weights = weights
@@ -152,7 +156,7 @@ class ServedTensors(Mapping[str, Tensor]):
 
 
 def served_weights(model: nn.Module) -> dict[str, ServedWeight]:
-    """Return every weight under its name in the model's own checkpoint, tied ones once; adapters are merged into it."""
+    """Return every weight under its name in the base model's checkpoint, with its adapter; tied weights occur once."""
     layers = _adapted_layers(model)
     weights = {}
     for name, parameter in model.named_parameters():
@@ -166,7 +170,7 @@ def served_weights(model: nn.Module) -> dict[str, ServedWeight]:
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the adapters' parameters under the names of peft's files."""
+    """Return the parameters of the adapters under their names in peft's checkpoint files."""
     return {
         f"base_model.model.{layer_name}.{part}.weight": getattr(layer, part)[_ADAPTER].weight
         for layer_name, layer in _adapted_layers(model).items()
@@ -175,10 +179,12 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def save_adapter(folder: Path, model: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Write an adapter that peft.PeftModel.from_pretrained puts on the base model.
+    """Write an adapter in the format that peft.PeftModel.from_pretrained loads.
 
     Args:
-        tensors: name, as in adapter_parameters -> whole tensor.
+        folder: is created.
+        model: the Hugging Face model with adapters.
+        tensors: name, as in `adapter_parameters`, -> gathered tensor.
     """
     folder.mkdir(parents=True)
     settings = model.peft_config[_ADAPTER]

@@ -1,9 +1,9 @@
-"""Sequence parallelism: consecutive ranks compute each packed micro-batch together, every rank a slice of its tokens.
+"""Sequence parallelism: the ranks of a group each compute a slice of the tokens of every packed micro-batch.
 
-The ranks of a group have the same sequences. Each takes its slice through the model, whose attention exchanges heads
-against tokens (engines/ulysses.py), and the head runs on the response tokens of the slice. Log-probs and values are
-then joined, so that all of them compute the same loss; backward gives each rank the gradient by its own tokens, and
-the sum over ranks is the gradient of the micro-batch.
+The ranks of a group have the same sequences. Each runs the model on its slice; attention exchanges tokens for heads
+(engines/deepspeed/ulysses.py), and the head runs on the response tokens of the slice. Log-probs and values are then
+joined, so that every rank computes the same loss. Backward gives each rank the gradient that flows through its own
+tokens; the sum over the ranks is the gradient of the micro-batch.
 
 Source: Jacobs et al. 2023 (DeepSpeed Ulysses, arXiv 2309.14509).
 """
@@ -23,12 +23,14 @@ T = TypeVar("T")
 
 
 def check_heads(config: PretrainedConfig, size: int, *, where: str) -> None:
-    """Check that the attention heads of a model can be dealt out to `size` ranks.
+    """Check that the attention heads of a model divide over `size` ranks.
 
     Args:
-        where: field and folder of the model.
+        config: of the model.
+        size: update.sequence_parallel_size.
+        where: field and folder of the model, for messages.
     Raises:
-        ConfigError: they cannot.
+        ConfigError: the heads do not divide.
     """
     text = config.get_text_config()
     heads = text.num_attention_heads
@@ -36,7 +38,7 @@ def check_heads(config: PretrainedConfig, size: int, *, where: str) -> None:
 
 
 def check_head_counts(heads: int, key_heads: int, size: int, *, where: str) -> None:
-    """Check the same of numbers of attention heads and of key heads; see check_heads."""
+    """Check that `heads` query heads and `key_heads` key heads divide over `size` ranks; see check_heads."""
     field = f"update.sequence_parallel_size = {size}"
     check(heads % size == 0, f"{field}: must divide the {heads} attention heads of {where}")
     check(
@@ -48,63 +50,77 @@ def check_head_counts(heads: int, key_heads: int, size: int, *, where: str) -> N
 def pad_to_ranks(
     input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_length: int, num_ranks: int
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return packed tokens, see Packed, with one more sequence if their number must grow to divide by num_ranks."""
+    """Return the packed tokens with one more sequence of padding, if that is needed to divide them by num_ranks.
+
+    Args:
+        input_ids, position_ids, cu_seqlens, max_length: see Packed.
+        num_ranks: size of the sequence-parallel group.
+    Returns:
+        The first four arguments, with the padding.
+    """
     missing = -input_ids.shape[1] % num_ranks
     if not missing:
         return input_ids, position_ids, cu_seqlens, max_length
-    places = torch.arange(missing, device=position_ids.device, dtype=position_ids.dtype)
+    positions = torch.arange(missing, device=position_ids.device, dtype=position_ids.dtype)
     return (
         nn.functional.pad(input_ids, (0, missing)),
-        torch.cat([position_ids, places[None]], dim=1),
+        torch.cat([position_ids, positions[None]], dim=1),
         torch.cat([cu_seqlens, cu_seqlens[-1:] + missing]),
         max(max_length, missing),
     )
 
 
 class _Join(torch.autograd.Function):
-    """Rows of all ranks in one tensor on each of them, and what ranks have at the same place added up.
+    """Places each rank's rows in one tensor, which is summed over the ranks, so that every rank has all rows.
 
-    Backward takes this rank's rows of the gradient as it is: all ranks compute the same of the joined tensor.
+    Backward returns this rank's rows of the gradient without a collective, because every rank computes the same loss
+    from the joined tensor.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: slice, num_rows: int, ranks: World) -> Tensor:
-        ctx.places = places
+    def forward(ctx: Any, rows: Tensor, local_rows: slice, num_rows: int, group: World) -> Tensor:
+        ctx.local_rows = local_rows
         joined = rows.new_zeros(num_rows, *rows.shape[1:])
-        joined[places] = rows
-        dist.all_reduce(joined, group=ranks.group)
+        joined[local_rows] = rows
+        dist.all_reduce(joined, group=group.group)
         return joined
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return gradients[0][ctx.places], None, None, None
+        return gradients[0][ctx.local_rows], None, None, None
 
 
 class TokenSlice:
-    """What this rank computes of one micro-batch: N tokens, of which R are read by the head."""
+    """This rank's slice of the N tokens of a micro-batch, and the r of R positions read by the head that lie in it."""
 
-    def __init__(self, ranks: World, num_tokens: int, index: Tensor) -> None:
-        """Find this rank's part of index [R], ascending places in N; it waits for the device."""
-        length = -(-num_tokens // ranks.size)
-        first = ranks.rank * length
+    def __init__(self, group: World, num_tokens: int, index: Tensor) -> None:
+        """Compute the slice; this synchronizes with the device.
+
+        Args:
+            group: sequence-parallel group.
+            num_tokens: N, without padding.
+            index: [R] int64, ascending positions in N that the head reads.
+        """
+        length = -(-num_tokens // group.size)
+        first = group.rank * length
         start, stop = torch.searchsorted(index, index.new_tensor([first, first + length])).tolist()
         self.read = slice(start, stop)
-        """The r places of R that this rank reads."""
+        """The entries of R whose positions lie in this rank's slice."""
         self.index = index[self.read] - first
-        """[r] int64; where they are in its slice of N."""
+        """[r] int64, their positions in this rank's slice of N."""
         self._num_read = len(index)
-        self._ranks = ranks
+        self._group = group
 
     def join(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """Return [R] float32 tensors, the same on all ranks, of the [r] that each rank has."""
-        return _Join.apply(torch.stack(values, dim=1), self.read, self._num_read, self._ranks).unbind(1)
+        """Return [R] float32 tensors, equal on all ranks, of the [r] values of each rank."""
+        return _Join.apply(torch.stack(values, dim=1), self.read, self._num_read, self._group).unbind(1)
 
     def total(self, loss: Tensor) -> Tensor:
         """Return the sum of the ranks' scalar losses."""
-        return _Join.apply(loss[None], slice(0, 1), 1, self._ranks)[0]
+        return _Join.apply(loss[None], slice(0, 1), 1, self._group)[0]
 
-    def shifted(self, loss: Callable[[Tensor, Tensor, slice], Tensor] | None) -> Any:
-        """Return a loss of slices of R as one of slices of r, see packed.LossOfLogprobs."""
+    def localize(self, loss: Callable[[Tensor, Tensor, slice], Tensor] | None) -> Any:
+        """Return a loss that takes slices of r, given one that takes slices of R; see heads.LossOfLogprobs."""
         if loss is None:
             return None
         start = self.read.start
@@ -113,10 +129,16 @@ class TokenSlice:
         )
 
 
-def apply_together(ranks: World | None, items: Sequence[T], compute: Callable[[list[T]], Tensor]) -> Tensor:
-    """Return compute's rows for this rank's items, when the ranks compute those of all their items together."""
-    if ranks is None:
+def apply_together(group: World | None, items: Sequence[T], compute: Callable[[list[T]], Tensor]) -> Tensor:
+    """Return the rows that `compute` gives for this rank's items, computed by all ranks of a group together.
+
+    Args:
+        group: sequence-parallel group; None computes on this rank alone.
+        items: of this rank; their number may differ between the ranks.
+        compute: maps items to a tensor with one row each; every rank calls it with the items of all ranks.
+    """
+    if group is None:
         return compute(list(items))
-    parts = ranks.all_gather(list(items))
+    parts = group.all_gather(list(items))
     rows = compute([item for part in parts for item in part])
-    return rows.split([len(part) for part in parts])[ranks.rank]
+    return rows.split([len(part) for part in parts])[group.rank]

@@ -117,7 +117,7 @@ def footprint(shape: ModelShape, sharding: Sharding, *, num_trained: int) -> Foo
 
 
 def forward_tokens(update: UpdateConfig, *, is_free: bool) -> int:
-    """Return the tokens of a pack of SCORE: four micro-batches where packing is free, see attention.packs_freely.
+    """Return the tokens of a pack of SCORE: four micro-batches where packing is free, see attention.uses_varlen.
 
     A forward without gradient keeps nothing, and kernels are launched as often for more tokens: log-probs of 1.5B
     parameters on an H200 took 88 thousand tokens a second in packs of 8192, 122 thousand in packs of 32768

@@ -7,7 +7,7 @@ import torch
 
 from hybrid_rl.config import Config
 from hybrid_rl.memory.residency import ROLLOUT, SCORE, SYNC, UPDATE_ACTOR, UPDATE_CRITIC, Phase
-from hybrid_rl.models.attention import packs_freely, repeats_keys
+from hybrid_rl.models.attention import uses_varlen, repeats_keys
 from hybrid_rl.models.fused_layers import uses_liger
 from hybrid_rl.planning.footprint import Footprint, Sharding, footprint, forward_tokens, head_bytes, tokens_per_rank
 from hybrid_rl.planning.plan import ALWAYS, GIB, Allocation, Machine, Plan, Shapes
@@ -96,7 +96,7 @@ class _Planner:
         held = sequences * update.sequence_parallel_size * update.tensor_parallel_size
         is_gpu = machine.backend == "triton"
         self._is_half_on_gpu = is_gpu and self._dtype_bytes == 2
-        is_free = packs_freely(config.models.attention, is_gpu=is_gpu)
+        is_free = uses_varlen(config.models.attention, is_gpu=is_gpu)
         forward = forward_tokens(update, is_free=is_free)
         self._forward_tokens = tokens_per_rank(config, num_sequences=held, max_tokens=forward)
         held = min(held, update.mini_batch_size)  # on one rank just as many, on several never more

@@ -19,7 +19,8 @@ from hybrid_rl.checkpoints.snapshot import Parts, Snapshot
 from hybrid_rl.config import ConfigError, ModelsConfig, OptimizerConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
-from hybrid_rl.models.loading import eos_token_ids, load_actor, load_tokenizer, load_value_model
+from hybrid_rl.models.loading import load_actor, load_value_model
+from hybrid_rl.models.tokenizer import eos_token_ids, load_tokenizer
 
 CPU = torch.device("cpu")
 

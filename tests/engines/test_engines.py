@@ -22,8 +22,9 @@ from hybrid_rl.engines import Sampling
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine, lr_factor
 from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.engines.vllm.engine import graph_sizes, remove_shared_memory
-from hybrid_rl.models.loading import load_actor, load_tokenizer
+from hybrid_rl.models.loading import load_actor
 from hybrid_rl.models.packed import Actor, packed_inputs
+from hybrid_rl.models.tokenizer import load_tokenizer
 from hybrid_rl.weights.bucket import IpcBucket, bucket_bytes, plan_buckets
 from hybrid_rl.weights.checksum import checksum
 

@@ -9,8 +9,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hybrid_rl.config import Config, ConfigError, ModelsConfig, PromptsConfig, RolloutConfig
 from hybrid_rl.memory.residency import RESIDENCY
+from hybrid_rl.models import fused_layers
 from hybrid_rl.models.fused_layers import FAMILIES, check_family, uses_liger
-from hybrid_rl.models.loading import fused_layers, load_actor
+from hybrid_rl.models.loading import load_actor
 from hybrid_rl.planning.plan import GIB, Machine, read_shapes
 from hybrid_rl.planning.planner import make_plan
 

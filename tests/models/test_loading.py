@@ -51,8 +51,11 @@ from hybrid_rl.config import (
 )
 from hybrid_rl.engines import Sampling
 from hybrid_rl.engines.huggingface import HuggingFaceEngine
-from hybrid_rl.models.loading import check_models, eos_token_ids, load_actor, load_tokenizer, load_value_model
-from hybrid_rl.models.packed import Actor, LogprobHead, packed_inputs
+from hybrid_rl.models.checks import check_models
+from hybrid_rl.models.heads import LogprobHead
+from hybrid_rl.models.loading import load_actor, load_value_model
+from hybrid_rl.models.packed import Actor, packed_inputs
+from hybrid_rl.models.tokenizer import eos_token_ids, load_tokenizer
 from hybrid_rl.weights.bucket import IpcBucket, bucket_bytes, plan_buckets
 
 CPU = torch.device("cpu")
@@ -401,11 +404,11 @@ def test_values_of_other_families_packed_are_alone(tiny, tmp_path, batch, name):
 
 def test_a_pack_may_grow_where_no_mask_spans_it(tiny):
     actor = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
-    assert not actor.packs_freely  # SDPA, with a mask over every pair of tokens
+    assert not actor.uses_varlen  # SDPA, with a mask over every pair of tokens
     actor.model.config._attn_implementation = "varlen"
-    assert actor.packs_freely
+    assert actor.uses_varlen
     actor.is_padded = True
-    assert not actor.packs_freely
+    assert not actor.uses_varlen
 
 
 @torch.no_grad()

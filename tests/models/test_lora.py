@@ -19,9 +19,10 @@ from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import Sampling
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
 from hybrid_rl.engines.huggingface import HuggingFaceEngine
-from hybrid_rl.models.loading import load_actor, load_tokenizer, load_value_model
+from hybrid_rl.models.loading import load_actor, load_value_model
 from hybrid_rl.models.lora import ServedWeight, served_weights
 from hybrid_rl.models.packed import packed_inputs
+from hybrid_rl.models.tokenizer import load_tokenizer
 from hybrid_rl.monitoring.timeline import Timeline
 from hybrid_rl.weights.sync import CopySync
 

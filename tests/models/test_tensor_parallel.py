@@ -1,4 +1,4 @@
-"""Which layers of a model are cut, by hand for a small one, and which models are refused."""
+"""Shard plans of small models, compared with plans written by hand, and the models that are refused."""
 
 from typing import Any
 
@@ -36,31 +36,31 @@ def empty(config: Any, auto_class: Any = AutoModelForCausalLM) -> Any:
 
 
 @pytest.mark.parametrize("auto_class", [AutoModelForCausalLM, AutoModelForSequenceClassification])
-def test_layers_are_cut_so_that_only_pairs_of_them_communicate(auto_class):
+def test_layers_are_sharded_in_pairs_with_one_communication_each(auto_class):
     model, layer = empty(Qwen3Config(**SMALL, attention_bias=True), auto_class), "model.layers.0"
-    cuts = check_shard_plan(model, 2)
-    assert set(cuts.rows) == {
+    plan = check_shard_plan(model, 2)
+    assert set(plan.rows) == {
         *(f"{layer}.self_attn.{name}_proj" for name in "qkv"),
         *(f"{layer}.mlp.{name}_proj" for name in ("gate", "up")),
     }
-    assert cuts.columns == (f"{layer}.self_attn.o_proj", f"{layer}.mlp.down_proj")
-    assert cuts.summed == (f"{layer}.self_attn.q_norm", f"{layer}.self_attn.k_norm")
-    dimensions = {name: cuts.dimension(name) for name, _ in model.named_parameters()}
+    assert plan.columns == (f"{layer}.self_attn.o_proj", f"{layer}.mlp.down_proj")
+    assert plan.summed == (f"{layer}.self_attn.q_norm", f"{layer}.self_attn.k_norm")
+    dimensions = {name: plan.dimension(name) for name, _ in model.named_parameters()}
     assert {name for name, dimension in dimensions.items() if dimension == 0} == {
         *(f"{layer}.self_attn.{name}_proj.{leaf}" for name in "qkv" for leaf in ("weight", "bias")),
         *(f"{layer}.mlp.{name}_proj.weight" for name in ("gate", "up")),
     }
-    # A bias behind a sum is added once, by each rank to the same sum.
+    # The bias of a column-sharded layer is replicated: every rank adds it once, to the summed output.
     assert {name for name, dimension in dimensions.items() if dimension == 1} == {
         f"{layer}.self_attn.o_proj.weight",
         f"{layer}.mlp.down_proj.weight",
     }
 
 
-def test_layers_that_give_whole_activations_stay_whole():
-    """Olmo 2 norms queries and keys over all heads."""
-    cuts = check_shard_plan(empty(Olmo2Config(**SMALL)), 2)
-    assert {name.split(".")[-1] for name in (*cuts.rows, *cuts.columns)} == {"gate_proj", "up_proj", "down_proj"}
+def test_layers_that_return_whole_activations_are_replicated():
+    """Olmo 2 normalizes queries and keys over all heads."""
+    plan = check_shard_plan(empty(Olmo2Config(**SMALL)), 2)
+    assert {name.split(".")[-1] for name in (*plan.rows, *plan.columns)} == {"gate_proj", "up_proj", "down_proj"}
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,10 @@ def test_layers_that_give_whole_activations_stay_whole():
         (
             GPT2Config(n_embd=32, n_layer=1, n_head=2),
             2,
-            "transformers has no plan that cuts a layer of GPT2LMHeadModel",
+            "transformers has no plan that shards a layer of GPT2LMHeadModel",
         ),
-        (Phi3Config(**SMALL), 2, "transformers has no plan that cuts a layer of Phi3ForCausalLM"),
-        (MixtralConfig(**SMALL), 2, "plan of MixtralForCausalLM cuts by moe_tp_experts, packed_colwise, not known"),
+        (Phi3Config(**SMALL), 2, "transformers has no plan that shards a layer of Phi3ForCausalLM"),
+        (MixtralConfig(**SMALL), 2, "plan of MixtralForCausalLM shards by moe_tp_experts, packed_colwise, not supp"),
         (LlamaConfig(**SMALL), 4, "must divide the 2 num_key_value_heads of LlamaForCausalLM"),
         (LlamaConfig(**SMALL), 3, "must divide the 4 num_attention_heads of LlamaForCausalLM"),
         (
@@ -82,12 +82,12 @@ def test_layers_that_give_whole_activations_stay_whole():
         ),
     ],
 )
-def test_model_that_cannot_be_cut_is_refused(config, size, message):
+def test_model_that_cannot_be_sharded_is_refused(config, size, message):
     with pytest.raises(ConfigError, match=f"update.tensor_parallel_size = {size}: .*{message}"):
         check_shard_plan(empty(config), size)
 
 
-def test_model_without_a_plan_has_no_cuts():
+def test_model_without_a_plan_has_an_empty_shard_plan():
     assert shard_plan(empty(GPT2Config(n_embd=32, n_layer=1, n_head=2))).rows == ()
     names = shard_plan(empty(GPTNeoXConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2))).rows
     assert {name.split(".")[-1] for name in names} == {"query_key_value", "dense_h_to_4h"}

@@ -16,8 +16,9 @@ from hybrid_rl.config import ConfigError, LoraConfig, ModelsConfig, OptimizerCon
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
 from hybrid_rl.memory.tenants import FrozenModule
-from hybrid_rl.models.loading import load_actor, load_tokenizer
+from hybrid_rl.models.loading import load_actor
 from hybrid_rl.models.packed import Actor
+from hybrid_rl.models.tokenizer import load_tokenizer
 from hybrid_rl.steps import ema as average
 from hybrid_rl.steps.ema import MovingAverage, MovingReference, blend_reference
 

@@ -9,7 +9,8 @@ import torch
 from hybrid_rl.batch import Prompt
 from hybrid_rl.config import ModelsConfig, RolloutConfig
 from hybrid_rl.engines.huggingface import HuggingFaceEngine
-from hybrid_rl.models.loading import load_actor, load_tokenizer
+from hybrid_rl.models.loading import load_actor
+from hybrid_rl.models.tokenizer import load_tokenizer
 from hybrid_rl.steps.rollout import collect_rollouts, generate_greedy, request_seed
 from hybrid_rl.weights.bucket import IpcBucket, bucket_bytes, plan_buckets
 

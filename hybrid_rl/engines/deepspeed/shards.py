@@ -15,8 +15,9 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from hybrid_rl.config import check
-from hybrid_rl.models.packed import PackedModel, is_close, probe_inputs
+from hybrid_rl.models.packed import PackedModel
 from hybrid_rl.models.tensor_parallel import ShardPlan, check_shard_plan
+from hybrid_rl.models.verification import is_close, probe_inputs
 
 
 class Shards:

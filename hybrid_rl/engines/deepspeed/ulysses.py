@@ -15,7 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hybrid_rl.config import ConfigError, check
 from hybrid_rl.distributed import World
-from hybrid_rl.models.packed import PackedModel, is_close, probe_inputs
+from hybrid_rl.models.packed import PackedModel
+from hybrid_rl.models.verification import is_close, probe_inputs
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 M = TypeVar("M", bound=PackedModel)
@@ -56,7 +57,7 @@ def enable_sequence_parallel(module: M, ranks: World | None, path: str, *, field
     with torch.no_grad():
         whole = module.hidden(**both)
         _ranks_of.update(dict.fromkeys(model.modules(), ranks))
-        module.ranks = ranks
+        module.sequence_parallel_group = ranks
         try:
             part = module.hidden(**both)
         except (AssertionError, ValueError) as error:  # DeepSpeed asserts the shapes of queries, keys and values
