@@ -54,9 +54,9 @@ class ModelsConfig:
     """Initial critic; null takes the reward model, else the actor with a zero value head."""
     reference: str | None = None
     """Policy of the KL penalty; null takes the actor's initial weights. Never loaded when `advantage.kl_coef` is 0."""
-    reference_every_steps: int = 0
+    reference_sync_steps: int = 0
     """Steps between updates of the reference, reference = (1 - alpha) reference + alpha actor; 0 keeps it frozen."""
-    reference_alpha: float = 0.6
+    reference_mixup_alpha: float = 0.6
     """Share of the actor in such an update, in (0, 1]."""
     ema_decay: float | None = None
     """Keep ema = decay * ema + (1 - decay) * actor on the host after every step, and export it beside the actor."""
@@ -92,14 +92,14 @@ class PromptsConfig:
     chat: bool = False
     """Wrap text prompts as one user message and apply the tokenizer's chat template."""
     max_prompt_tokens: int = 512
-    """Longer prompts are an error or filtered, see `overlong`."""
-    overlong: Literal["error", "drop"] = "error"
+    """Longer prompts are an error or filtered, see `overlong_prompts`."""
+    overlong_prompts: Literal["error", "drop"] = "error"
     """What to do with a prompt above `max_prompt_tokens`; dropped rows are counted and shown."""
     shuffle: bool = True
     """New order every epoch from `run.seed`; false keeps the file's order."""
     num_generated: int = 10_000
     """Rows made by `reasoning_gym:<task>`."""
-    num_eval: int = 256
+    max_eval_samples: int = 256
     """Held-out rows used by an evaluation, from the start of `eval_path`."""
     task_options: dict = field(default_factory=dict)
     """Passed to the reasoning_gym task, for example {min_terms: 2, max_terms: 3}."""
@@ -125,9 +125,9 @@ class RolloutConfig:
     """End a response like EOS, beside the EOS ids of tokenizer and generation config."""
     stop_strings: list[str] = field(default_factory=list)
     """End a response as soon as its text contains one of them, which stays in the response."""
-    keep_scores: tuple[float, float] | None = None
+    dynamic_filtering_reward_range: tuple[float, float] | None = None
     """DAPO's dynamic filtering: keep the groups whose mean score lies strictly between; null keeps all."""
-    max_refills: int = 8
+    dynamic_filtering_max_retries: int = 8
     """Further batches of prompts that may be drawn in a step to replace filtered groups."""
     seed_per_request: bool = True
     """Reproducible samples whatever the batching; false draws from one generator per engine: no faster, on an H200."""
@@ -331,7 +331,7 @@ class CheckpointConfig:
 
     every_steps: int = 50
     """Steps between checkpoints, the last step always has one; 0 saves none."""
-    overlap: bool = True
+    async_save: bool = True
     """Write while the next step runs; false waits. Both copy what learns to the host first, 12 bytes per parameter."""
     phase_log: bool = False
     """Keep rollouts and rewards of the steps since the last checkpoint on disk: a restart does not generate again."""

@@ -9,7 +9,7 @@ def _check_positive(config: Config) -> None:
     for section, names in {
         "run": ["num_steps", "eval_samples"],
         "models": ["ema_decay"],
-        "prompts": ["max_prompt_tokens", "num_generated", "num_eval"],
+        "prompts": ["max_prompt_tokens", "num_generated", "max_eval_samples"],
         "rollout": [
             "tensor_parallel_size",
             "rollout_batch_size",
@@ -45,9 +45,9 @@ def _check_not_negative(config: Config) -> None:
         "reward.overlong_buffer": config.reward.overlong_buffer,
         "reward.overlong_penalty": config.reward.overlong_penalty,
         "reward.remote_retries": config.reward.remote_retries,
-        "models.reference_every_steps": config.models.reference_every_steps,
+        "models.reference_sync_steps": config.models.reference_sync_steps,
         "models.lora.rank": config.models.lora.rank,
-        "rollout.max_refills": rollout.max_refills,
+        "rollout.dynamic_filtering_max_retries": rollout.dynamic_filtering_max_retries,
         "advantage.kl_coef": config.advantage.kl_coef,
         "update.clip_high": update.clip_high,
         "update.value_clip": update.value_clip or 0,
@@ -136,13 +136,14 @@ def _check_advantage(config: Config) -> None:
         advantage.kl_target is None or advantage.kl_coef > 0,
         f"advantage.kl_target = {advantage.kl_target}: needs advantage.kl_coef > 0 to start from",
     )
-    if models.reference_every_steps:
+    if models.reference_sync_steps:
         check(
             config.has_reference and not config.reference_is_actor,
-            f"models.reference_every_steps = {models.reference_every_steps}: needs a reference of its own, so "
+            f"models.reference_sync_steps = {models.reference_sync_steps}: needs a reference of its own, so "
             f"advantage.kl_coef > 0 and, with models.lora, models.reference",
         )
-    check(0 < models.reference_alpha <= 1, f"models.reference_alpha = {models.reference_alpha}: must lie in (0, 1]")
+    alpha = models.reference_mixup_alpha
+    check(0 < alpha <= 1, f"models.reference_mixup_alpha = {alpha}: must lie in (0, 1]")
     check(
         models.ema_decay is None or models.ema_decay < 1, f"models.ema_decay = {models.ema_decay}: must lie in (0, 1)"
     )
@@ -155,10 +156,11 @@ def _check_rollout(config: Config) -> None:
         size == 1 or engine == "vllm",
         f"rollout.tensor_parallel_size = {size}: needs rollout.engine = vllm, not {engine}",
     )
-    bounds, group_size = config.rollout.keep_scores, config.rollout.group_size
+    bounds, group_size = config.rollout.dynamic_filtering_reward_range, config.rollout.group_size
     if bounds is not None:
-        check(bounds[0] < bounds[1], f"rollout.keep_scores = {list(bounds)}: the first must be below the second")
-        check(group_size >= 2, f"rollout.group_size = {group_size}: rollout.keep_scores needs 2 or more")
+        field = "rollout.dynamic_filtering_reward_range"
+        check(bounds[0] < bounds[1], f"{field} = {list(bounds)}: the first must be below the second")
+        check(group_size >= 2, f"rollout.group_size = {group_size}: {field} needs 2 or more")
 
 
 def _check_update(config: Config) -> None:

@@ -21,13 +21,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]  # so that a checkout runs without being installed
 
 import ray  # noqa: E402
-from jsonargparse import set_parsing_settings  # noqa: E402
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, get_context  # noqa: E402
 from ray.train.torch import TorchConfig, TorchTrainer  # noqa: E402
 
 from hybrid_rl.config import Config, ConfigError, check  # noqa: E402
-from hybrid_rl.validate import validate  # noqa: E402
-from launch.colocated import DEMO, SettingsParser  # noqa: E402
+from launch.settings import exit_on_config_error, make_parser, prepare, print_error, read_settings  # noqa: E402
 
 # What of this process's environment the workers get; Ray starts them with that of their node.
 PASSED_ON = ("CUDA_", "DS_", "HF_", "HYBRID_RL_", "NCCL_", "OMP_", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "VLLM_")
@@ -69,18 +67,11 @@ def parse(arguments: list[str] | None = None) -> tuple[Config, Cluster]:
     Raises:
         SystemExit: with code 2 and one sentence, for anything that cannot be read.
     """
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = SettingsParser(prog="ray_cluster.py", description=__doc__)
-    parser.add_argument("--config", action="config", help="YAML file with any of the settings below.")
+    parser = make_parser("ray_cluster.py", __doc__)
     parser.add_argument("--cpu", action="store_true", help="Train on CPUs, one for each worker.")
     parser.add_class_arguments(Cluster, skip={"cpu"})
-    parser.add_class_arguments(Config)
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if not any(a == "--config" or a.startswith("--config=") for a in arguments):
-        arguments = ["--config", str(DEMO), *arguments]
-    settings = parser.instantiate(parser.parse_args(arguments))
-    config, cluster = ({f.name: settings[f.name] for f in fields(kind)} for kind in (Config, Cluster))
-    return Config(**config), Cluster(**cluster)
+    config, settings = read_settings(parser, sys.argv[1:] if arguments is None else arguments)
+    return config, Cluster(**{field.name: settings[field.name] for field in fields(Cluster)})
 
 
 def work(job: Mapping[str, Any]) -> None:
@@ -165,7 +156,7 @@ def say_why(error: TrainingFailedError) -> int:
     failures = getattr(error, "worker_failures", {})
     for rank, failure in sorted(failures.items()):
         if isinstance(failure, ConfigError):
-            print(f"error: {failure}", file=sys.stderr)
+            print_error(failure)
             return 2
         print(f"rank {rank}: {type(failure).__name__}: {failure}", file=sys.stderr)
     if not failures:
@@ -179,12 +170,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))  # Ray ends the workers on this one
     config, cluster = parse()
     try:
-        from hybrid_rl.demo import resolve_demo
-
-        launch(resolve_demo(validate(config)), cluster)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        with exit_on_config_error():
+            launch(prepare(config), cluster)
     except TrainingFailedError as error:
         sys.exit(say_why(error))
 

@@ -40,7 +40,7 @@ POSITIVE = [
     "run.num_steps",
     "prompts.max_prompt_tokens",
     "prompts.num_generated",
-    "prompts.num_eval",
+    "prompts.max_eval_samples",
     "rollout.tensor_parallel_size",
     "rollout.rollout_batch_size",
     "rollout.group_size",

@@ -106,7 +106,8 @@ def load_prompts(
     Arguments are those of `load_rows`. A dropped row keeps its number: `prompt_id` always counts rows of the data set.
 
     Raises:
-        ConfigError: as `load_rows` and `encode_prompt`; a prompt is too long and `overlong` is error; none is left.
+        ConfigError: as `load_rows` and `encode_prompt`; a prompt is too long and `overlong_prompts` is error; no
+            prompt is left.
     """
     rows = load_rows(path, config, seed=seed, num_rows=num_rows)
     template = load_template(config.template_path, tokenizer)
@@ -122,8 +123,8 @@ def load_prompts(
         f"{path}: {len(prompts) - len(kept)} of {len(prompts)} prompts are longer than prompts.max_prompt_tokens = "
         f"{config.max_prompt_tokens}, first row {first.prompt_id} with {len(first.token_ids)} tokens"
     )
-    check(config.overlong == "drop", f"{finding}: raise the limit or set prompts.overlong = drop")
-    check(bool(kept), f"{finding}: prompts.overlong = drop leaves none")
+    check(config.overlong_prompts == "drop", f"{finding}: raise the limit or set prompts.overlong_prompts = drop")
+    check(bool(kept), f"{finding}: prompts.overlong_prompts = drop leaves none")
     logger.warning("%s: dropped", finding)
     return kept
 

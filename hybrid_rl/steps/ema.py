@@ -54,7 +54,7 @@ class MovingReference:
         different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
         check(
             not different,
-            "models.reference_every_steps: models.reference must have the weights of models.actor, but "
+            "models.reference_sync_steps: models.reference must have the weights of models.actor, but "
             f"{len(different)} differ in name or shape, such as {', '.join(different[:3])}",
         )
         self._module = module

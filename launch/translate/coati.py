@@ -128,7 +128,11 @@ TRAIN_PPO = (
     fixed("columns", "", "prompts.prompt_column", "prompts.answer_column"),
     maps("max_length", int, 2048, "prompts.max_prompt_tokens", "update.micro_batch_tokens", "ptx.max_tokens"),
     maps("max_seq_len", int, 256, "rollout.max_response_tokens", "prompts.max_prompt_tokens"),
-    fixed("long prompts", "theirs cuts a prompt that is too long, here it is dropped and counted", "prompts.overlong"),
+    fixed(
+        "long prompts",
+        "theirs cuts a prompt that is too long, here it is dropped and counted",
+        "prompts.overlong_prompts",
+    ),
     maps("num_episodes", int, 1, "run.num_steps", "update.actor.warmup_steps", "update.critic.warmup_steps"),
     maps(
         "num_collect_steps",
@@ -275,7 +279,7 @@ TRAIN_PPO_RULES = {
     "prompts.prompt_column": lambda c: "messages",
     "prompts.answer_column": lambda c: "gt_answer" if c["no_neural_reward_model"] else None,
     "prompts.max_prompt_tokens": lambda c: c["max_length"] - c["max_seq_len"],
-    "prompts.overlong": lambda c: "drop",
+    "prompts.overlong_prompts": lambda c: "drop",
     "rollout.rollout_batch_size": _responses,
     "rollout.temperature": lambda c: 0.7,
     "reward.functions": _functions,

@@ -33,7 +33,7 @@ ARGUMENTS = (
         "theirs cuts prompts to 96 tokens and sequences to 128, prompt included; here a longer prompt is dropped and "
         "every response may have 32 tokens",
         "prompts.max_prompt_tokens",
-        "prompts.overlong",
+        "prompts.overlong_prompts",
         "rollout.max_response_tokens",
     ),
     maps(
@@ -125,7 +125,7 @@ RULES = {
     "models.reward": lambda c: c["pretrain"],
     "prompts.answer_column": lambda c: None,
     "prompts.max_prompt_tokens": lambda c: PROMPT_TOKENS,
-    "prompts.overlong": lambda c: "drop",
+    "prompts.overlong_prompts": lambda c: "drop",
     "rollout.max_response_tokens": lambda c: SEQUENCE_TOKENS - PROMPT_TOKENS,
     "rollout.rollout_batch_size": lambda c: c["experience_batch_size"] * c["update_timesteps"] * _num_actors(c),
     "reward.clip": lambda c: 5.0,

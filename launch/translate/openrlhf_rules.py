@@ -125,9 +125,11 @@ RULES: Mapping[str, Callable[[Command], Any]] = {
         OURS if c["ds.lora.target_modules"] == ["all-linear"] else _lora(c, c["ds.lora.target_modules"])
     ),
     "prompts.max_prompt_tokens": _prompt_tokens,
-    "prompts.overlong": lambda c: "drop",
+    "prompts.overlong_prompts": lambda c: "drop",
     "rollout.max_response_tokens": _response_tokens,
-    "rollout.keep_scores": lambda c: c["algo.dynamic_filtering_range"] if c["algo.dynamic_filtering_enable"] else None,
+    "rollout.dynamic_filtering_reward_range": lambda c: (
+        c["algo.dynamic_filtering_range"] if c["algo.dynamic_filtering_enable"] else None
+    ),
     "rollout.kv_cache_memory_bytes": lambda c: None,
     "rollout.gpu_memory_utilization": lambda c: c["vllm.gpu_memory_utilization"] if is_colocated(c) else OURS,
     "reward.functions": lambda c: [_reward_function(c)] if is_function(c) else [],

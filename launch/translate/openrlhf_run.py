@@ -160,7 +160,9 @@ DATA = (
     ),
     maps("generate_max_len", int, 1024, "rollout.max_response_tokens"),
     maps("prompt_max_len", int, 1024, "prompts.max_prompt_tokens"),
-    fixed("long prompts", "a prompt above prompts.max_prompt_tokens is dropped and counted", "prompts.overlong"),
+    fixed(
+        "long prompts", "a prompt above prompts.max_prompt_tokens is dropped and counted", "prompts.overlong_prompts"
+    ),
     lost("data.disable_fast_tokenizer disable_fast_tokenizer", bool, False, "the tokenizer is the one the model ships"),
     moot("data.dataloader_num_workers dataloader_num_workers", int, "prompts are tokenised once, at the start"),
     maps("eval.dataset eval_dataset", str, None, "prompts.eval_path", "checkpoint.keep_best", "run.eval_function"),
@@ -196,14 +198,15 @@ SAMPLING = (
         "algo.dynamic_filtering_enable dynamic_filtering",
         bool,
         False,
-        "rollout.keep_scores",
-        note="theirs draws prompts until the batch is full or the data ends, here at most rollout.max_refills batches",
+        "rollout.dynamic_filtering_reward_range",
+        note="theirs draws prompts until the batch is full or the data ends, here at most "
+        "rollout.dynamic_filtering_max_retries batches",
     ),
     maps(
         "algo.dynamic_filtering_range dynamic_filtering_reward_range",
         float,
         [0.0, 1.0],
-        "rollout.keep_scores",
+        "rollout.dynamic_filtering_reward_range",
         num_values=2,
     ),
     moot("rollout.micro_batch_size micro_rollout_batch_size", int, TOKENS),

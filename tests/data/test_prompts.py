@@ -241,14 +241,14 @@ def test_overlong_prompts_are_an_error_or_dropped_and_counted(tmp_path, caplog):
     path = write_jsonl(tmp_path / "data.jsonl", [{"prompt": p} for p in prompts])
     tokenizer, settings = make_tokenizer(adds_bos=False), {"answer_column": None, "max_prompt_tokens": 2}
     finding = "2 of 4 prompts are longer than prompts.max_prompt_tokens = 2, first row 2 with 3 tokens"
-    with pytest.raises(ConfigError, match=f"{finding}: raise the limit or set prompts.overlong = drop"):
+    with pytest.raises(ConfigError, match=f"{finding}: raise the limit or set prompts.overlong_prompts = drop"):
         load_prompts(path, tokenizer, PromptsConfig(**settings), seed=0)
 
-    kept = load_prompts(path, tokenizer, PromptsConfig(**settings, overlong="drop"), seed=0)
+    kept = load_prompts(path, tokenizer, PromptsConfig(**settings, overlong_prompts="drop"), seed=0)
     assert [p.prompt_id for p in kept] == [0, 1] and finding in caplog.text
     with pytest.raises(ConfigError, match="leaves none"):
         path = write_jsonl(tmp_path / "long.jsonl", [{"prompt": p} for p in prompts[2:]])
-        load_prompts(path, tokenizer, PromptsConfig(**settings, overlong="drop"), seed=0)
+        load_prompts(path, tokenizer, PromptsConfig(**settings, overlong_prompts="drop"), seed=0)
 
 
 # --- order
