@@ -1,4 +1,4 @@
-"""What flows through the loop: prompts, rollouts, and the tensors made of them.
+"""The data of the loop: prompts, rollouts, and the batches of tensors that are made of them.
 
 Shape letters: P prompts, G group, B = P * G sequences, T response tokens (padded), N packed tokens, R response tokens
 (packed).
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One row of the data set, tokenised once; the engine receives and the trainer trains on exactly these ids."""
+    """One row of the data set, tokenised once: the engine generates from these ids and the trainer trains on them."""
 
     prompt_id: int
     """Row number in the data set."""
@@ -23,31 +23,31 @@ class Prompt:
     token_ids: list[int]
     answer: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
-    """The row's other columns, and what a task's own scorer needs."""
+    """The row's other columns, which reward functions may read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """A sampled response to a prompt, as the engine returned it."""
+    """A sampled response to a prompt."""
 
     prompt: Prompt
     sequence_id: int
-    """Number of the response within the step over all ranks, the same for any number of ranks."""
+    """Number of the response within the step; it does not depend on the number of ranks."""
     response_ids: list[int]
-    """Sampled tokens, the ending EOS included. May be empty."""
+    """Sampled tokens, including the final EOS. May be empty."""
     rollout_logprobs: list[float]
-    """Engine's log-probability of each response token, at the rollout's temperature."""
+    """The engine's log-probability of each response token, at the sampling temperature."""
     is_truncated: bool
-    """Whether the response ended at the token limit and not with EOS."""
+    """Whether the token limit ended the response, and not an EOS or a stop string."""
     text: str
     """Decoded response without special tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBatch:
-    """This rank's sequences of one step. Per-token tensors are padded on the right and zero outside `response_mask`.
+    """This rank's sequences of one step. Per-token tensors are padded on the right and 0 outside `response_mask`.
 
-    A field that a later step fills is None before it.
+    Optional fields are None until the stage that computes them.
     """
 
     sequences: list[Tensor]
@@ -55,9 +55,9 @@ class TrainBatch:
     prompt_lengths: Tensor
     """[B] int64."""
     response_mask: Tensor
-    """[B, T] bool; made from lengths, one run of ones from the left per row."""
+    """[B, T] bool; true for the response tokens, which are at the left of each row."""
     group_ids: Tensor
-    """[B] int64; the prompt's id, which the sequences of one group share."""
+    """[B] int64; the prompt's id, equal for the sequences of one group."""
     sequence_ids: Tensor
     """[B] int64; see Rollout.sequence_id."""
     is_truncated: Tensor
@@ -65,23 +65,23 @@ class TrainBatch:
     rollout_logprobs: Tensor
     """[B, T] float32."""
     rewards: Tensor | None = None
-    """[B] float32; the score of the response, shaped."""
+    """[B] float32; the score after penalties, normalisation and clip."""
     baselines: Tensor | None = None
     """[B] float32; the reward of the prompt's greedy response, for ReMax."""
     old_logprobs: Tensor | None = None
-    """[B, T] float32; the actor before this step's update."""
+    """[B, T] float32; log-probs of the actor before this step's update."""
     ref_logprobs: Tensor | None = None
-    """[B, T] float32."""
+    """[B, T] float32; log-probs of the reference."""
     values: Tensor | None = None
-    """[B, T] float32; critic's estimate before token t is emitted."""
+    """[B, T] float32; the critic's value of the state before token t."""
     advantages: Tensor | None = None
     """[B, T] float32."""
     returns: Tensor | None = None
-    """[B, T] float32; value targets."""
+    """[B, T] float32; targets of the critic."""
     loss_mask: Tensor | None = None
-    """[B, T] bool; the tokens that the losses see, `response_mask` when None."""
+    """[B, T] bool; tokens that count in the losses; None counts `response_mask`."""
     loss_weights: Tensor | None = None
-    """[B, T] float32; constant factor on each token's policy loss, 1 when None."""
+    """[B, T] float32; constant factor on the policy loss of each token; None is 1."""
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -93,7 +93,7 @@ class TrainBatch:
 
     @property
     def sequence_lengths(self) -> list[int]:
-        """B lengths, prompt and response."""
+        """Length of each sequence, prompt and response."""
         return [len(s) for s in self.sequences]
 
     def with_fields(self, **changes: Any) -> "TrainBatch":
@@ -101,7 +101,7 @@ class TrainBatch:
         return replace(self, **changes)
 
     def select(self, rows: list[int]) -> "TrainBatch":
-        """Return some rows, as wide as before."""
+        """Return some rows; T stays the same."""
         found = {f.name: getattr(self, f.name) for f in fields(self)}
         picked = {name: value[rows] for name, value in found.items() if isinstance(value, Tensor)}
         return self.with_fields(sequences=[self.sequences[row] for row in rows], **picked)
@@ -109,42 +109,42 @@ class TrainBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """Some sequences of a batch laid end to end in one row, without padding."""
+    """Sequences of a batch, concatenated into one row without padding. S of them have N tokens."""
 
     input_ids: Tensor
     """[1, N] int64."""
     position_ids: Tensor
-    """[1, N] int64; restart at 0 with every sequence."""
+    """[1, N] int64; starts at 0 in every sequence."""
     cu_seqlens: Tensor
-    """[S + 1] int32; where each sequence starts in N, and N."""
+    """[S + 1] int32; start of each sequence in N, and N itself."""
     max_length: int
-    """Of the longest packed sequence."""
+    """Length of the longest packed sequence."""
     rows: Tensor
-    """[S] int64; the batch row of each packed sequence."""
+    """[S] int64; row of each packed sequence in the batch."""
     last_index: Tensor
     """[S] int64; position in N of each sequence's last token."""
     response_index: Tensor
-    """[R] int64; position in N whose output predicts a response token (one before it)."""
+    """[R] int64; position in N whose output predicts each response token, the one before it."""
     targets: Tensor
     """[R] int64; the response tokens."""
     token_rows: Tensor
-    """[R] int64; batch row of each response token."""
+    """[R] int64; row of each response token in the batch."""
     token_columns: Tensor
-    """[R] int64; its place in T."""
+    """[R] int64; column of each response token, in T."""
 
     def gather(self, padded: Tensor) -> Tensor:
-        """Return the response tokens' entries of a [B, T] tensor, [R]."""
+        """Return the entries of a [B, T] tensor at the response tokens, [R]."""
         rows, columns = to_device(self.token_rows, padded.device), to_device(self.token_columns, padded.device)
         return to_device(padded[rows, columns], self.targets.device)
 
     def scatter(self, values: Tensor, into: Tensor) -> None:
-        """Write [R] values to their places in a [B, T] tensor."""
+        """Write [R] values to the response tokens of a [B, T] tensor."""
         rows, columns = self.token_rows.to(into.device), self.token_columns.to(into.device)
         into[rows, columns] = values.to(into)
 
 
 def make_train_batch(rollouts: Sequence[Rollout]) -> TrainBatch:
-    """Return the batch of some rollouts, with only what the engine knows filled in."""
+    """Return the batch of some rollouts; only the fields that rollouts hold are filled."""
     lengths = torch.tensor([len(r.response_ids) for r in rollouts], dtype=torch.int64)
     width = max([len(r.response_ids) for r in rollouts], default=1) or 1
     logprobs = torch.zeros(len(rollouts), width)
@@ -162,29 +162,28 @@ def make_train_batch(rollouts: Sequence[Rollout]) -> TrainBatch:
 
 
 def join(batches: Sequence[TrainBatch]) -> TrainBatch:
-    """Return the rows of some batches, filled in equally far, one after the other and as wide as the widest."""
+    """Return the rows of several batches with the same optional fields, padded to the largest T."""
     filled = [batch for batch in batches if len(batch)] or batches[:1]
     width = max(batch.response_mask.shape[1] for batch in filled)
 
-    def lay(values: list[Tensor]) -> Tensor:
+    def concat(values: list[Tensor]) -> Tensor:
         return torch.cat([F.pad(v, (0, width - v.shape[1])) if v.ndim == 2 else v for v in values])
 
     found = {f.name: [getattr(batch, f.name) for batch in filled] for f in fields(TrainBatch)}
-    laid = {name: lay(values) for name, values in found.items() if isinstance(values[0], Tensor)}
-    return filled[0].with_fields(sequences=[s for batch in filled for s in batch.sequences], **laid)
+    joined = {name: concat(values) for name, values in found.items() if isinstance(values[0], Tensor)}
+    return filled[0].with_fields(sequences=[s for batch in filled for s in batch.sequences], **joined)
 
 
 def pack(batch: TrainBatch, rows: Sequence[int], device: torch.device) -> Packed:
-    """Return the given rows of the batch laid end to end on the device.
+    """Return the given rows of the batch, packed, on the device.
 
-    Padding never enters: what predicts response token t is the output one position before it. No rows give a single
-    dummy token that predicts nothing, for a rank that must join the others' collectives with nothing to do.
+    Without rows the result is one dummy token that predicts nothing: a rank without work still joins the collectives.
     """
     sequences = [batch.sequences[row] for row in rows] or [torch.zeros(1, dtype=torch.int64)]
     lengths = torch.tensor([len(s) for s in sequences])
     ends = lengths.cumsum(0)
     prompt_lengths = batch.prompt_lengths[list(rows)] if rows else lengths
-    first = ends - lengths + prompt_lengths - 1  # output that predicts the first response token
+    first = ends - lengths + prompt_lengths - 1  # position that predicts the first response token
     num_response = (lengths - prompt_lengths).tolist()
     columns = [torch.arange(n) for n in num_response]
     targets = [s[p:] for s, p in zip(sequences, prompt_lengths.tolist(), strict=True)]
@@ -203,10 +202,9 @@ def pack(batch: TrainBatch, rows: Sequence[int], device: torch.device) -> Packed
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on the device without waiting for what the device still has to do.
+    """Return a tensor on the device without waiting for kernels in flight.
 
-    A copy from memory that is not pinned waits, and the host, which is slower than the GPU in small micro-batches,
-    could never launch ahead of it.
+    A copy from pageable memory waits for the device, so that the host could not launch kernels ahead of it.
     """
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
@@ -214,9 +212,9 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def split(lengths: Sequence[int], max_tokens: int, rows: Sequence[int] | None = None) -> list[list[int]]:
-    """Return rows (all, unless given) grouped so that each group's lengths sum to at most max_tokens.
+    """Return rows (all by default) in groups whose lengths sum to at most max_tokens.
 
-    Longest first into the first group with room. A row longer than max_tokens gets a group of its own.
+    First-fit decreasing: rows by length, each into the first group with room. A row longer than max_tokens is alone.
     """
     groups: list[list[int]] = []
     room: list[int] = []
@@ -232,12 +230,14 @@ def split(lengths: Sequence[int], max_tokens: int, rows: Sequence[int] | None = 
 
 
 def balance(lengths: Sequence[int], num_ranks: int) -> list[int]:
-    """Return the rank of each item: the longest first, each to the rank that has the least by then.
+    """Return a rank for each item such that the ranks' sums of lengths are close.
 
-    Source: Graham 1969, longest processing time: at most 4/3 of the best possible maximum.
+    Longest processing time first: items by length, each to the rank with the smallest sum.
+
+    Source: Graham 1969; the largest sum is at most 4/3 of the optimum.
     """
-    ranks, held = [0] * len(lengths), [0] * num_ranks
+    ranks, sums = [0] * len(lengths), [0] * num_ranks
     for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        ranks[item] = held.index(min(held))
-        held[ranks[item]] += lengths[item]
+        ranks[item] = sums.index(min(sums))
+        sums[ranks[item]] += lengths[item]
     return ranks

@@ -1,4 +1,4 @@
-"""The ranks of a run: who am I, and the few collectives the loop needs."""
+"""The ranks of a run: this rank's place among them, process groups, and the collectives that the loop needs."""
 
 import dataclasses
 import datetime
@@ -15,41 +15,43 @@ import torch.distributed as dist
 from torch import Tensor
 
 GENERATION_TIMEOUT = datetime.timedelta(days=1)
-"""Only a rank that hangs is waited for so long: one that ends closes its connections, which the others notice."""
+"""How long ranks wait while one generates for all. A rank that ends closes its connections, which ends the wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This rank's place among all ranks. Every method is a collective: all ranks call it, in the same order."""
+    """This rank's place in a group. Every method is a collective: all ranks of the group call it, in one order."""
 
     rank: int
     size: int
     local_rank: int
     device: torch.device
     group: dist.ProcessGroup | None = None
-    """Whom the collectives join; None is the group of all ranks that join_world made."""
+    """Process group of the collectives; None is the default group of all ranks."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes the files that exist once."""
+        """Whether this rank is the group's first, which writes the files that exist once."""
         return self.rank == 0
 
     def duplicate_group(self) -> "World":
-        """Return the same ranks on a connection of their own, for a thread whose collectives overlap the run's."""
+        """Return the same ranks with a process group of their own, for a thread whose collectives overlap the run's."""
         return self if self.size == 1 else dataclasses.replace(self, group=dist.new_group(backend="gloo"))
 
     def model_parallel_group(self, size: int, *, on_device: bool = False) -> "World":
-        """Return this rank's part when the ranks are cut into groups of `size` neighbours; size divides their number.
+        """Return the group of `size` consecutive ranks that this rank belongs to.
 
-        Its collectives wait for as long as one rank may generate for the others; with on_device they are for tensors
-        of the run's device, and wait no longer than the run's own.
+        Args:
+            size: divides the number of ranks.
+            on_device: the group's collectives take tensors of the run's device, with the default timeout; otherwise
+                they take CPU tensors and wait up to GENERATION_TIMEOUT.
         """
         options: dict[str, Any] = {} if on_device else {"backend": "gloo", "timeout": GENERATION_TIMEOUT}
         groups = [dist.new_group(list(range(first, first + size)), **options) for first in range(0, self.size, size)]
         return dataclasses.replace(self, rank=self.rank % size, size=size, group=groups[self.rank // size])
 
     def data_parallel_group(self, size: int) -> "World":
-        """Return this rank's part among those that have its place in such groups: one rank of each group."""
+        """Return the group of the ranks that have this rank's place in their model-parallel groups of `size` ranks."""
         if size == 1:
             return self
         groups = [dist.new_group(list(range(place, self.size, size)), backend="gloo") for place in range(size)]
@@ -71,11 +73,11 @@ class World:
         return int(value)
 
     def pad_to_longest(self, pieces: list[list[int]]) -> list[list[int]]:
-        """Return the pieces with empty ones added, so that every rank has as many and joins the others' collectives."""
+        """Return the pieces, padded with empty ones to the largest number on any rank, so that all call as often."""
         return pieces + [[]] * (self.max(len(pieces)) - len(pieces))
 
     def all_gather(self, item: Any) -> list[Any]:
-        """Return every rank's picklable item, in rank order, on every rank."""
+        """Return the picklable items of all ranks in rank order, on every rank."""
         if self.size == 1:
             return [item]
         items: list[Any] = [None] * self.size
@@ -83,7 +85,7 @@ class World:
         return items
 
     def all_to_all(self, items: Sequence[Any]) -> list[Any]:
-        """Send each rank its one of `size` picklable items; return what the ranks sent here, in rank order."""
+        """Send item i of `size` picklable items to rank i; return the items sent here, in rank order."""
         if self.size == 1:
             return list(items)
         outgoing = [torch.frombuffer(_pickled(item), dtype=torch.uint8) for item in items]
@@ -95,7 +97,7 @@ class World:
         return [pickle.loads(part.numpy()) for part in incoming.split(coming.tolist())]
 
     def means(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """Return each key's sum over ranks divided by its count over ranks; a key counted nowhere is left out."""
+        """Return for each key the sum over ranks divided by the count over ranks; keys with count 0 are left out."""
         everyone = self.all_gather((sums, counts))
         keys = {key: None for local, _ in everyone for key in local}
         totals = {
@@ -110,10 +112,10 @@ class World:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes tensors as arrays: PyTorch's own way takes 0.4 ms for each, a batch has one for each sequence."""
+    """Pickles CPU tensors as NumPy arrays, which is faster than PyTorch's own way for many small tensors."""
 
     def reducer_override(self, item: Any) -> Any:
-        if isinstance(item, Tensor) and item.device.type == "cpu" and item.dtype != torch.bfloat16:  # NumPy has none
+        if isinstance(item, Tensor) and item.device.type == "cpu" and item.dtype != torch.bfloat16:  # which NumPy lacks
             return torch.from_numpy, (item.detach().numpy(),)
         return NotImplemented
 
@@ -125,20 +127,20 @@ def _pickled(item: Any) -> memoryview:
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody on this machine listens on."""
+    """Return a TCP port of the loopback interface that is free at the moment."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
 def join_world(timeout_s: float = 1800.0) -> World:
-    """Join the process group that the launcher's RANK, WORLD_SIZE and MASTER_* describe; alone without them.
+    """Join the process group that RANK, WORLD_SIZE and MASTER_* describe; without them, a group of one rank.
 
-    A single node always talks over loopback. CPU tensors go through gloo, GPU tensors through NCCL.
+    Collectives of CPU tensors use gloo, collectives of GPU tensors NCCL.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    # The launcher narrows CUDA_VISIBLE_DEVICES to this rank's GPU where there are several ranks on a node.
+    # The launcher narrows CUDA_VISIBLE_DEVICES to the rank's own GPU if a node has several ranks.
     device = (
         torch.device("cuda", local_rank % torch.cuda.device_count())
         if torch.cuda.is_available()
@@ -146,9 +148,9 @@ def join_world(timeout_s: float = 1800.0) -> World:
     )
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed takes it for the GPU's index
+        os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed reads the GPU's index from it
     if size == 1:
-        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # torchrun's store is at another port
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the store of torchrun listens on another port
         os.environ.update(
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0"
         )
@@ -159,5 +161,5 @@ def join_world(timeout_s: float = 1800.0) -> World:
 
 
 def leave_world() -> None:
-    """Close the connections of a run that came to its end; after a failure, others may still be in a collective."""
+    """Close the connections after a run that succeeded; after a failure, other ranks may still be in a collective."""
     dist.destroy_process_group()

@@ -5,22 +5,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_rl.batch import Prompt, Rollout, balance, join, make_train_batch, pack, split
+from hybrid_rl.batch import Rollout, balance, join, make_train_batch, pack, split
+from tests.conftest import make_rollout
 
 EOS = PAD = 2
 CPU = torch.device("cpu")
 
 
-def make_rollout(
-    prompt_ids: list[int], response_ids: list[int], *, prompt_id: int = 0, sequence_id: int = 0, max_tokens: int = 5
-) -> Rollout:
-    return Rollout(
-        prompt=Prompt(prompt_id=prompt_id, text="", token_ids=prompt_ids),
-        sequence_id=sequence_id,
-        response_ids=response_ids,
+def response(prompt_ids: list[int], response_ids: list[int], **fields: int) -> Rollout:
+    """Return a response whose k-th token has the log-prob -k / 2; it is truncated at 5 tokens unless it ends with EOS."""
+    return make_rollout(
+        prompt_ids,
+        response_ids,
         rollout_logprobs=[-0.5 * (i + 1) for i in range(len(response_ids))],
-        is_truncated=len(response_ids) == max_tokens and response_ids[-1] != EOS,
-        text="",
+        is_truncated=len(response_ids) == 5 and response_ids[-1] != EOS,
+        **fields,
     )
 
 
@@ -28,10 +27,10 @@ def make_rollout(
 def rollouts() -> list[Rollout]:
     """Responses whose EOS is the padding: ended, cut at 5, EOS alone, empty; prompts of 2, 1, 3 and 2 tokens."""
     return [
-        make_rollout([11, 12], [5, 6, 2], prompt_id=7, sequence_id=14),
-        make_rollout([13], [5, 6, 7, 8, 9], prompt_id=7, sequence_id=15),
-        make_rollout([2, 2, 2], [2], prompt_id=9, sequence_id=18),
-        make_rollout([14, 15], [], prompt_id=9, sequence_id=19),
+        response([11, 12], [5, 6, 2], prompt_id=7, sequence_id=14),
+        response([13], [5, 6, 7, 8, 9], prompt_id=7, sequence_id=15),
+        response([2, 2, 2], [2], prompt_id=9, sequence_id=18),
+        response([14, 15], [], prompt_id=9, sequence_id=19),
     ]
 
 
@@ -55,14 +54,14 @@ def test_masks_come_from_lengths_although_eos_is_the_padding(rollouts):
 
 
 def test_greedy_rollouts_have_no_logprobs():
-    rollout = make_rollout([1], [5, 2])
+    rollout = response([1], [5, 2])
     rollout.rollout_logprobs.clear()
     assert make_train_batch([rollout]).rollout_logprobs.tolist() == [[0, 0]]
 
 
 @pytest.mark.parametrize("num_empty", [0, 1, 2])
 def test_batch_without_response_tokens_keeps_one_masked_column(num_empty):
-    batch = make_train_batch([make_rollout([1, 3], []) for _ in range(num_empty)])
+    batch = make_train_batch([response([1, 3], []) for _ in range(num_empty)])
     assert len(batch) == num_empty
     assert batch.response_mask.shape == batch.rollout_logprobs.shape == (num_empty, 1)
     assert not batch.response_mask.any()
@@ -151,7 +150,7 @@ def test_split_covers_every_row_once_within_the_budget(lengths, max_tokens):
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), max_size=6), st.randoms())
 def test_every_response_token_is_packed_once(lengths, random):
-    rollouts = [make_rollout([9] * p, [random.randrange(9) for _ in range(n)], max_tokens=99) for p, n in lengths]
+    rollouts = [response([9] * p, [random.randrange(9) for _ in range(n)]) for p, n in lengths]
     batch = make_train_batch(rollouts)
     seen = torch.zeros(batch.response_mask.shape)
     for rows in split(batch.sequence_lengths, 12):

@@ -1,4 +1,4 @@
-"""What two ranks tell each other arrives as it was."""
+"""Collectives between two ranks deliver every item unchanged."""
 
 import sys
 import warnings
@@ -11,7 +11,7 @@ from hybrid_rl.distributed import World, join_world
 
 
 def item(sender: int, receiver: int) -> dict[str, Any]:
-    """Return what one rank has for another, of another size for each."""
+    """Return the item that one rank sends another; each has another size."""
     number = 10 * sender + receiver
     return {
         "table": torch.arange(number + 1, dtype=torch.float32)[:, None].expand(-1, 3),
@@ -31,21 +31,21 @@ def assert_is(found: dict[str, Any], sender: int, receiver: int) -> None:
 
 
 def main() -> None:
-    """Run as one of two ranks, and leave what came."""
+    """Run as one of two ranks and save the items that it received."""
     world = join_world()
-    warnings.simplefilter("error")  # as PyTorch's about a tensor that may not be written to
+    warnings.simplefilter("error")  # PyTorch warns about tensors of read-only memory
     received = world.all_to_all([item(world.rank, receiver) for receiver in range(world.size)])
     torch.save(received, Path(sys.argv[1]) / f"rank{world.rank}.pt")
 
 
-def test_everyone_gets_what_was_meant_for_it(on_two_ranks):
+def test_all_to_all_delivers_each_item_unchanged(on_two_ranks):
     for receiver, received in enumerate(on_two_ranks(__file__)):
         assert len(received) == 2
         for sender, found in enumerate(received):
             assert_is(found, sender, receiver)
 
 
-def test_a_single_rank_keeps_its_item():
+def test_a_single_rank_keeps_its_own_item():
     world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
     words = ["mine"]
     assert world.all_to_all([words])[0] is words

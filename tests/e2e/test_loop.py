@@ -370,7 +370,7 @@ def test_timeline_is_a_trace_with_the_phases_in_order(live: Live):
         assert one["ts"] + one["dur"] <= next_one["ts"]
     num_bytes = sum(4 * math.prod(shape) for _, shape, _ in live.run.actor.named_shapes())
     for span in (event for event in spans if event["name"] == "sync_weights"):
-        (around,) = [p for p in phases if p["ts"] <= push["ts"] and push["ts"] + push["dur"] <= p["ts"] + p["dur"]]
-        assert around["name"] == "sync" and push["args"]["bytes"] == num_bytes
+        (around,) = [p for p in phases if p["ts"] <= span["ts"] and span["ts"] + span["dur"] <= p["ts"] + p["dur"]]
+        assert around["name"] == "sync" and span["args"]["bytes"] == num_bytes
     moves = [(event["cat"], event["name"]) for event in spans if event["args"]["step"] == 1 and event["cat"] == "score"]
     assert ("score", "release engine_weights") in moves and ("score", "release engine_kv_cache") in moves
