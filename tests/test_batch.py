@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def response(prompt_ids: list[int], response_ids: list[int], **fields: int) -> Rollout:
-    """Return a response whose k-th token has the log-prob -k / 2; it is truncated at 5 tokens unless it ends with EOS."""
+    """Return a response with log-prob -k / 2 of token k; at 5 tokens it is truncated unless it ends with EOS."""
     return make_rollout(
         prompt_ids,
         response_ids,
