@@ -97,10 +97,10 @@ class Bench:
         except Exception as error:
             return self.leave_out(way, error)
         median = statistics.median(times[1:])
-        self.allocations.append(Row(way=way, first_ms=times[0], ms=median, floors=median / self.floor_ms))
+        self.rows.append(Row(way=way, first_ms=times[0], ms=median, floors=median / self.floor_ms))
         print(f"{way}: first {times[0]:.2f} ms, then {median:.2f} ms", flush=True)
         line = environment_line(environment(self.world), f"median of {self.repeats}")
-        write_csv(self.path, line, [asdict(row) for row in self.allocations])
+        write_csv(self.path, line, [asdict(row) for row in self.rows])
         return None
 
     def leave_out(self, way: str, error: Exception) -> None:

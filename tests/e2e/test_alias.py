@@ -278,13 +278,12 @@ def test_engine_that_goes_on_with_old_weights_stops_the_run(
     }
     rows = train_here(make_config(tmp_path / "good", **settings)).metrics
     assert len(rows) == 2 and all(row["rollout/logprob_gap"] < 1e-5 for row in rows)
-    receive = HuggingFaceEngine.receive
+    load_bucket = HuggingFaceEngine.load_bucket
 
-    def receive_once(self: HuggingFaceEngine, index: int) -> None:
+    def load_only_once(self: HuggingFaceEngine, index: int) -> None:
         if self.weights_version == 0:
-            receive(self, index)
-        self._weights_valid = True
+            load_bucket(self, index)
 
-    monkeypatch.setattr(HuggingFaceEngine, "receive", receive_once)
+    monkeypatch.setattr(HuggingFaceEngine, "load_bucket", load_only_once)
     with pytest.raises(LogprobGapError, match="the engine does not run the trainer's weights"):
         train_here(make_config(tmp_path / "bad", **settings))

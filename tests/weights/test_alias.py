@@ -92,7 +92,7 @@ def test_deepspeed_that_copies_is_an_error(tiny, world, monkeypatch):
     alias_buffer = AliasBuffer(actor.model, world)
     alias_buffer.unlink()
     with (
-        pytest.raises(RuntimeError, match=r"moved model\.embed_tokens\.weight out of the shared buffer"),
+        pytest.raises(RuntimeError, match=r"moved model\.embed_tokens\.weight out of the alias buffer"),
         flat_parameters_in(alias_buffer),
     ):
         actor.model.model.embed_tokens.weight.data = actor.model.model.embed_tokens.weight.data.clone()
@@ -104,7 +104,7 @@ def test_neighbours_in_another_order_are_an_error(tiny, world):
     alias_buffer.unlink()
     ordered = [p.data for p in alias_buffer.ordered() if p.ndim >= 2]
     assert alias_buffer.flat_view(ordered).numel() == sum(p.numel() for p in ordered)
-    with pytest.raises(RuntimeError, match="not where the shared layout has it"):
+    with pytest.raises(RuntimeError, match="not where the layout of the alias buffer has it"):
         alias_buffer.flat_view(ordered[::-1])
 
 

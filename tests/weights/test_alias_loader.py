@@ -20,7 +20,7 @@ ROWS = {"q_proj": 64, "k_proj": 32, "v_proj": 32}
 LOADER = """
 import base64, json, pickle, sys
 import torch, transformers
-from hybrid_rl.weights.bucket import checksum
+from hybrid_rl.weights.checksum import checksum
 from hybrid_rl.distributed import free_port, join_world
 from hybrid_rl.weights.alias import AliasBuffer
 from hybrid_rl.engines.vllm.engine import LOAD_FORMAT
@@ -44,7 +44,7 @@ for family in sys.argv[2:]:
             model = getattr(transformers, family + "ForCausalLM")(config)
             folder = f"{sys.argv[1]}/{family}{tied}{vocab}"
             model.save_pretrained(folder)
-            flat = AliasBuffer(model, world)
+            alias_buffer = AliasBuffer(model, world)
             message = base64.b64encode(pickle.dumps(alias_buffer.export())).decode()
             settings = EngineArgs(
                 model=folder, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, load_format=LOAD_FORMAT,
@@ -56,14 +56,14 @@ for family in sys.argv[2:]:
                     initialize_model_parallel(1, 1)
                     is_first = False
                 engine = get_model(vllm_config=settings)
-            flat.unlink()
-            names = [slot.name for slot in flat.slots]
+            alias_buffer.unlink()
+            names = [slot.name for slot in alias_buffer.slots]
             with torch.no_grad():  # after the binding: nothing is copied any more
-                for i, parameter in enumerate(flat.ordered()):
+                for i, parameter in enumerate(alias_buffer.ordered()):
                     parameter.view(-1)[-1] += i + 1
             held = engine.hybrid_routes.checksums(names)
-            same = [checksum(p) == held[n][0][1] and len(held[n]) == 1 for n, p in zip(names, flat.ordered())]
-            own = [n for n, p in engine.named_parameters() if not flat._holds(p)]
+            same = [checksum(p) == held[n][0][1] and len(held[n]) == 1 for n, p in zip(names, alias_buffer.ordered())]
+            own = [n for n, p in engine.named_parameters() if not alias_buffer.contains(p)]
             found[f"{family} {tied} {vocab}"] = {"same": all(same), "tensors": len(same), "elsewhere": len(own)}
 print(json.dumps(found))
 """

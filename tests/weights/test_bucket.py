@@ -21,7 +21,8 @@ FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.flo
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
 CHILD = """
 import sys, torch
-from hybrid_rl.weights.bucket import checksum, open_ipc_bucket
+from hybrid_rl.weights.bucket import open_ipc_bucket
+from hybrid_rl.weights.checksum import checksum
 bucket = open_ipc_bucket(bytes.fromhex(sys.argv[1]), torch.device("cpu"))
 print(checksum(bucket), flush=True)
 sys.stdin.readline()                     # the parent has removed the file's name and filled the bucket anew
