@@ -1,4 +1,4 @@
-"""Rows of a table in a file, a dict per row, whatever the form of the file."""
+"""Data rows of a file, one dict per row: JSONL, CSV, Parquet, or a folder of Hugging Face datasets."""
 
 import csv
 import json
@@ -11,17 +11,19 @@ import pyarrow.parquet
 from hybrid_rl.config import ConfigError, check
 
 Row = dict[str, Any]
+"""One data row: column name -> value."""
 Message = dict[str, Any]
+"""One chat message, with text in `role` and `content`."""
 
 
 def read_rows(path: Path, *, source: str, text_column: str) -> list[Row]:
     """Return the rows of a JSONL, CSV or Parquet file, or of a folder written by datasets' save_to_disk.
 
     Args:
-        source: names setting and file in error messages.
-        text_column: where a CSV file may hold chat messages as JSON, which come back as a list.
+        source: setting and file, for messages.
+        text_column: column of a CSV file that may hold chat messages as JSON, which are returned as a list.
     Raises:
-        ConfigError: the file is missing, of another form or broken.
+        ConfigError: the file is missing, has another format or is broken.
     """
     check(path.exists(), f"{source}: no such file or folder")
     try:
@@ -40,10 +42,14 @@ def read_rows(path: Path, *, source: str, text_column: str) -> list[Row]:
 
 
 def column_of(row: Row, name: str | None, *, field: str, where: str) -> Any:
-    """Return a row's value in a column.
+    """Return the value of a row in a column.
 
+    Args:
+        name: of the column.
+        field: setting that names the column, for messages.
+        where: file and row, for messages.
     Raises:
-        ConfigError: there is no such column; names `field`, the setting to change, and the columns that are there.
+        ConfigError: the row has no such column; the message lists those that it has.
     """
     if name not in row:
         raise ConfigError(f"{where} has no column '{name}'; set {field} to one of: {', '.join(map(str, row))}")
@@ -60,7 +66,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _read_folder(path: Path, source: str) -> list[Row]:
-    import datasets  # takes two seconds, and only this form needs it
+    import datasets  # slow to import, and only this format needs it
 
     try:
         data = datasets.load_from_disk(str(path))
@@ -68,7 +74,7 @@ def _read_folder(path: Path, source: str) -> list[Row]:
         raise ConfigError(f"{source}: is not a folder written by datasets' save_to_disk") from error
     if isinstance(data, datasets.DatasetDict):
         split = "train" if len(data) > 1 else next(iter(data))
-        check(split in data, f"{source}: has no split 'train' but {', '.join(data)}: give the folder of one")
+        check(split in data, f"{source}: has no split 'train' but {', '.join(data)}: give the folder of one split")
         data = data[split]
     return data.to_list()
 
@@ -100,7 +106,7 @@ def _read_csv(path: Path, text_column: str, source: str) -> list[Row]:
 
 
 def _parse_messages(text: str) -> str | list[Message]:
-    """Return the chat messages that a CSV field holds as JSON, or the text if it holds none."""
+    """Return the chat messages that a CSV field holds as JSON, or its text if it holds none."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""Prompts, tokenizers and scorers: all of a run that is read before a model loads."""
+"""The parts of a run that are read before any model is loaded: tokenizers, prompts, texts and scorers."""
 
 import functools
 from dataclasses import dataclass
@@ -18,36 +18,43 @@ from hybrid_rl.rewards import ScorerPool
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Prompts and scorers: all that is read before a model loads."""
+    """Tokenizers, prompts, texts and scorers of a run."""
 
     tokenizer: PreTrainedTokenizerBase
+    """The actor's."""
     stop_token_ids: list[int]
+    """Sorted ids that end a response."""
     loader: PromptLoader
+    """Training prompts of this rank."""
     eval_prompts: list[Prompt]
-    """This rank's share."""
+    """Held-out prompts of this rank; empty without evaluation."""
     scorer: ScorerPool | None
+    """Rule functions of training; None if the settings list none."""
     eval_scorer: ScorerPool | None
+    """Rule function of evaluation; None without evaluation."""
     reward_tokenizer: PreTrainedTokenizerBase | None
-    """Of a reward model that reads other tokens than the actor's."""
+    """Tokenizer of the reward model; None if it is the actor's, or there is no reward model."""
     ptx_texts: list[list[int]]
-    """Token ids of the language-model loss; empty when it is off."""
+    """Token ids of the texts of the language-model (ptx) loss; empty without it."""
 
 
 def load_data(config: Config, world: World) -> Data:
-    """Read tokenizer, prompts and scorers, and check them against the models' folders.
+    """Return the data of a run, after checking the models' folders against the settings.
 
+    Args:
+        world: all ranks, over which the prompts are divided.
     Raises:
-        ConfigError: one sentence that names field, value and rule.
+        ConfigError: see check_models, load_template, load_prompts, ScorerPool and load_texts.
     """
     check_models(config)
     tokenizer = load_tokenizer(config.models.actor)
     template = load_template(config.prompts.template_path, tokenizer)
     if template.chat_template is not None:
-        tokenizer.chat_template = template.chat_template  # texts of ptx and the exported tokenizer follow it too
+        tokenizer.chat_template = template.chat_template  # also for ptx texts and the exported tokenizer
     prompts = load_prompts(config.prompts.path, tokenizer, config.prompts, seed=config.run.seed)
     eval_prompts: list[Prompt] = []
     if config.prompts.eval_path and config.run.eval_every_steps:
-        # A generated task draws its held-out rows from another seed.
+        # A generated task draws its held-out rows with another seed.
         rows, seed = config.prompts.max_eval_samples, config.run.seed + 1_000_003
         eval_prompts = load_prompts(config.prompts.eval_path, tokenizer, config.prompts, seed=seed, num_rows=rows)
     reward = config.reward

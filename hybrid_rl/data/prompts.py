@@ -1,4 +1,4 @@
-"""Where prompts come from: rows of a file or a task, their token ids, and the order in which steps see them."""
+"""Prompts: rows of a file or of a generated task, their token ids, and the order in which steps take them."""
 
 import difflib
 import hashlib
@@ -23,14 +23,14 @@ TASK_PREFIX = "reasoning_gym:"
 
 
 def load_rows(path: str, config: PromptsConfig, *, seed: int, num_rows: int | None = None) -> list[Row]:
-    """Return the rows of a data set, each checked to hold a prompt and, where `answer_column` is set, an answer.
+    """Return the rows of a data set, after checking that each has a prompt and, if `answer_column` is set, an answer.
 
     Args:
-        path: one of the forms of `prompts.path`.
-        seed: makes the rows of `reasoning_gym:<task>`; other forms ignore it.
-        num_rows: how many to take from the start (or to generate, default `num_generated`); None takes all.
+        path: file, folder or `reasoning_gym:<task>`, as in prompts.path.
+        seed: of the rows that a `reasoning_gym:<task>` generates; files ignore it.
+        num_rows: number of rows to take from the start, or to generate; None takes all, or generates `num_generated`.
     Raises:
-        ConfigError: names the field, the file, the row and the columns that are there.
+        ConfigError: the data set cannot be read, or a row lacks a column or has a value of another type.
     """
     source = f"prompts.{'eval_path' if path == config.eval_path != config.path else 'path'} = {path}"
     is_task = path.startswith(TASK_PREFIX)
@@ -43,7 +43,7 @@ def load_rows(path: str, config: PromptsConfig, *, seed: int, num_rows: int | No
     for number, row in enumerate(rows):
         where = f"{source}: row {number}"
         _prompt_of(row, config, where)
-        # Some tasks have no single answer and are scored through their entry.
+        # Some tasks have no single answer; their scorer reads the entry instead.
         check(
             is_task or config.answer_column is None or _answer_of(row, config, where) is not None,
             f"{where}: '{config.answer_column}' (prompts.answer_column) is empty",
@@ -59,17 +59,18 @@ def encode_prompt(
     prompt_id: int = 0,
     template: Template | None = None,
 ) -> Prompt:
-    """Return a row as the prompt that the engine receives and the trainer trains on.
+    """Return the prompt of a row, with the token ids that the engine and the trainer both use.
 
-    Text is tokenised the tokenizer's own way, chat messages through its chat template or that of `template_path`, up to
-    the start of the response. A BOS that both the template and the tokenizer would add stands there once.
+    Text is tokenized with the special tokens that the tokenizer adds. Chat messages are rendered by the chat template,
+    the tokenizer's or that of `template_path`, up to the start of the response. A BOS that both the template and the
+    tokenizer add occurs once.
 
     Args:
-        row: `prompt_column` is text or chat messages; `answer_column` may be missing; all others become metadata.
+        row: `prompt_column` is text or chat messages; `answer_column` may be missing; other columns become metadata.
         prompt_id: row number in the data set.
-        template: what `template_path` holds; None reads it.
+        template: content of `template_path`; None reads the file.
     Raises:
-        ConfigError: names the row, when it gives no token or its chat cannot be rendered.
+        ConfigError: the row gives no tokens, or its chat cannot be rendered.
     """
     where = f"row {prompt_id}"
     value = _prompt_of(row, config, where)
@@ -101,10 +102,13 @@ def encode_prompt(
 def load_prompts(
     path: str, tokenizer: PreTrainedTokenizerBase, config: PromptsConfig, *, seed: int, num_rows: int | None = None
 ) -> list[Prompt]:
-    """Return the prompts of a data set in its order; too long ones are an error, or dropped and logged.
+    """Return the prompts of a data set in its order; overlong prompts are an error, or dropped with a warning.
 
-    Arguments are those of `load_rows`. A dropped row keeps its number: `prompt_id` always counts rows of the data set.
+    `prompt_id` is the row number in the data set, also after rows are dropped.
 
+    Args:
+        path, config, seed, num_rows: see `load_rows`.
+        tokenizer: the actor's.
     Raises:
         ConfigError: as `load_rows` and `encode_prompt`; a prompt is too long and `overlong_prompts` is error; no
             prompt is left.
@@ -130,11 +134,10 @@ def load_prompts(
 
 
 class PromptLoader:
-    """Endless steps of prompts, resumable at any of them.
+    """An endless sequence of batches of prompts, which can resume at any step.
 
-    The order is a function of seed and epoch alone, and every rank walks the same one: of each batch, rank r of n takes
-    every n-th prompt from the r-th on. An epoch ends in a smaller batch when its prompts do not divide, and no batch
-    spans two epochs.
+    The order depends on seed and epoch only and is the same on every rank: of each batch, rank r of n takes every n-th
+    prompt from the r-th on. No batch spans two epochs, so the last batch of an epoch may be smaller.
     """
 
     def __init__(
@@ -147,7 +150,16 @@ class PromptLoader:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """Start before the first step of epoch 0; `batch_size` counts prompts per step over all ranks."""
+        """Start at the first step of epoch 0.
+
+        Args:
+            batch_size: prompts of one step over all ranks.
+            seed: of the order of every epoch.
+            shuffle: whether the order differs from that of the data set.
+            rank, world_size: of this process.
+        Raises:
+            ConfigError: there are no prompts, or batch_size is not positive.
+        """
         check(bool(prompts), "the prompt loader got no prompts")
         check(batch_size > 0, f"batch_size = {batch_size}: must be greater than 0")
         self._prompts = prompts
@@ -158,7 +170,7 @@ class PromptLoader:
         self._start_epoch(0)
 
     def next_batch(self) -> list[Prompt]:
-        """Return this rank's share of the next step; empty when the batch has fewer prompts than there are ranks."""
+        """Return this rank's prompts of the next step; may be empty if the batch has fewer prompts than ranks."""
         if self._position == len(self._order):
             self._start_epoch(self._epoch + 1)
         batch = self._order[self._position : self._position + self._batch_size]
@@ -166,21 +178,21 @@ class PromptLoader:
         return [self._prompts[index] for index in batch[self._rank :: self._world_size]]
 
     def batch_sizes(self, num_steps: int) -> list[int]:
-        """Return the number of prompts, over all ranks, of each of the first num_steps steps of epoch 0 and after."""
+        """Return the number of prompts, over all ranks, of each of the first `num_steps` steps from epoch 0 on."""
         full, rest = divmod(len(self._prompts), self._batch_size)
         epoch = [self._batch_size] * full + [rest] * (rest > 0)
         return [epoch[step % len(epoch)] for step in range(num_steps)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the next step starts, the same on every rank and for any number of them."""
-        place = {"epoch": self._epoch, "position": self._position, "fingerprint": self._fingerprint}
-        return place | self._order_settings
+        """Return the position of the next step, which is the same on every rank and for any number of ranks."""
+        position = {"epoch": self._epoch, "position": self._position, "fingerprint": self._fingerprint}
+        return position | self._order_settings
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the state was taken; `batch_size` and the number of ranks may differ.
+        """Continue at the position of a `state_dict`; `batch_size` and the number of ranks may differ from then.
 
         Raises:
-            ConfigError: the prompts or their order are not those of the state.
+            ConfigError: the prompts, or the settings of their order, differ from those of the state.
         """
         check(
             state["fingerprint"] == self._fingerprint,
@@ -203,6 +215,7 @@ class PromptLoader:
 
 
 def _fingerprint(prompts: list[Prompt]) -> str:
+    """Return a hash of the token ids and answers of the prompts, in their order."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(repr((prompt.token_ids, prompt.answer)).encode())
@@ -229,7 +242,7 @@ def _answer_of(row: Row, config: PromptsConfig, where: str) -> str | None:
 
 
 def _check_plain(config: PromptsConfig, template: Template, where: str) -> None:
-    """Refuse settings that only a chat prompt can follow."""
+    """Raise ConfigError if a setting that applies only to chat prompts is set."""
     for value, name in (
         (config.system_message, "prompts.system_message"),
         (template.system_message, f"system_message in prompts.template_path = {config.template_path}"),
@@ -256,7 +269,7 @@ def _render_chat(
     if system_message is not None:
         check(
             messages[0]["role"] != "system",
-            f"prompts.{source} is set but {where} starts with a system message of its own: drop one of them",
+            f"prompts.{source} is set but {where} already starts with a system message: drop one of them",
         )
         messages = [{"role": "system", "content": system_message}, *messages]
     try:
@@ -268,7 +281,7 @@ def _render_chat(
 
 
 def _added_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return what the tokenizer puts before a text: [BOS] or []."""
+    """Return the ids that the tokenizer adds before a text: [BOS] or []."""
     first = list(tokenizer("")["input_ids"][:1])
     return first if first == [tokenizer.bos_token_id] else []
 
@@ -278,7 +291,7 @@ def _generate_rows(task: str, config: PromptsConfig, source: str, seed: int, num
     known = reasoning_gym.factory.DATASETS
     close = ", ".join(difflib.get_close_matches(task, known, n=5)) or ", ".join(sorted(known))
     check(task in known, f"{source}: reasoning_gym has no task '{task}'; did you mean: {close}")
-    # A task seeds entry i with seed + i: training and evaluation on neighbouring seeds would share nearly all entries.
+    # A task seeds entry i with seed + i, so adjacent seeds of training and evaluation would share most entries.
     spread_seed = random.Random(seed).getrandbits(31)
     try:
         entries = reasoning_gym.create_dataset(task, size=num_rows, seed=spread_seed, **config.task_options)

@@ -1,4 +1,4 @@
-"""Conversation templates: a JSON file, as of ColossalChat, that says how a chat becomes text and where answers end."""
+"""Conversation templates: JSON files in ColossalChat's format for the text of a chat and the end of an answer."""
 
 import json
 from dataclasses import dataclass, field
@@ -15,26 +15,29 @@ KEYS = ("chat_template", "system_message", "stop_ids", "end_of_assistant", "resp
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """What a conversation template says; a key that its file leaves out has the default here."""
+    """The content of a conversation template; keys that the file leaves out have the defaults below."""
 
     chat_template: str | None = None
-    """Jinja; None is the tokenizer's own."""
+    """Jinja template; None uses the tokenizer's."""
     system_message: str | None = None
-    """Put before every chat prompt; None, or an empty one in the file, puts nothing there."""
+    """Message before every chat prompt; None, or an empty string in the file, adds none."""
     stop_token_ids: tuple[int, ...] = ()
-    """End a response, beside EOS. Where the file names none: the token of `end_of_assistant`, if that is one."""
+    """Ids that end a response in addition to EOS; without `stop_ids` in the file, the token of `end_of_assistant`."""
     end_of_assistant: str | None = None
     """Text that the chat template puts after an answer."""
     response_format_tags: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """{name: {text, num_occur}} for hybrid_rl.rewards.rules.think_format, which finds it in the prompt's metadata."""
+    """{name: {text, num_occur}}, copied into the metadata of prompts for `rewards.rules.think_format`."""
 
 
 def load_template(path: str | None, tokenizer: PreTrainedTokenizerBase) -> Template:
-    """Return the conversation template of `prompts.template_path`; None gives one that changes nothing.
+    """Return the conversation template of a file; for None, one that changes nothing.
 
+    Args:
+        path: prompts.template_path.
+        tokenizer: the actor's.
     Raises:
-        ConfigError: the file is missing, broken, has an unknown key, a value of another type, or an id or an
-            end_of_assistant that are not of the tokenizer.
+        ConfigError: the file is missing or broken, has an unknown key or a value of another type; the tokenizer has no
+            such stop id; or end_of_assistant is not a single token and there are no stop_ids.
     """
     if path is None:
         return Template()
@@ -68,12 +71,12 @@ def _stop_token_ids(
     stop_ids: Any, end_of_assistant: str | None, tokenizer: PreTrainedTokenizerBase, where: str
 ) -> tuple[int, ...]:
     if stop_ids is None and end_of_assistant:
-        # The space or line break that follows it in the chat template is no part of the end.
+        # The space or line break that the chat template puts after it does not belong to the end.
         found = tokenizer(end_of_assistant.strip(), add_special_tokens=False)["input_ids"]
         check(
             len(found) == 1,
-            f"{where}: end_of_assistant {end_of_assistant!r} is {len(found)} tokens, so no single one ends a response: "
-            "give stop_ids ([] for none but EOS), and rollout.stop_strings if the text shall end it",
+            f"{where}: end_of_assistant {end_of_assistant!r} is {len(found)} tokens, so it cannot be a stop token: "
+            "give stop_ids ([] for EOS only), and rollout.stop_strings to end a response at the text",
         )
         return tuple(found)
     check(

@@ -1,4 +1,4 @@
-"""Token ids of the texts that the language-model loss (ptx) reads."""
+"""Texts of the language-model (ptx) loss, as token ids."""
 
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,14 @@ from hybrid_rl.data.files import column_of, is_chat, read_rows
 
 
 def load_texts(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the token ids of every row of `ptx.path`: what the tokenizer makes of it, one EOS, cut to `max_tokens`.
+    """Return the token ids of every row of `ptx.path`, each with one EOS at its end, truncated to `max_tokens`.
 
-    Chat messages go through the tokenizer's template; a BOS that both of them add stands there once.
+    Chat messages are rendered by the tokenizer's chat template. A BOS that both the template and the tokenizer add
+    occurs once.
 
     Raises:
-        ConfigError: names the field, the file, the row and the columns that are there; a row has fewer than two tokens.
+        ConfigError: the file cannot be read, a row lacks the column or has a value of another type, or a row has fewer
+            than two tokens.
     """
     assert config.path is not None
     source = f"ptx.path = {config.path}"
@@ -27,7 +29,7 @@ def load_texts(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> list[li
     for number, row in enumerate(rows):
         where = f"{source}: row {number}"
         value = column_of(row, config.column, field="ptx.column", where=where)
-        token_ids = _close(tokenizer, _encode(tokenizer, value, config, where))[: config.max_tokens]
+        token_ids = _end_with_eos(tokenizer, _encode(tokenizer, value, config, where))[: config.max_tokens]
         check(
             len(token_ids) >= 2,
             f"{where}: gives {len(token_ids)} of at most ptx.max_tokens = {config.max_tokens} tokens, needs 2 or more",
@@ -56,10 +58,10 @@ def _encode(tokenizer: PreTrainedTokenizerBase, value: Any, config: PtxConfig, w
     return token_ids[1:] if has_two_bos else token_ids
 
 
-def _close(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> list[int]:
-    """Return the ids up to an EOS at their end, which a template may have followed by a line break, or with one added.
+def _end_with_eos(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> list[int]:
+    """Return the ids up to the last EOS if only white space follows it, as in many chat templates, else with EOS added.
 
-    What comes after its EOS, the policy never samples.
+    The policy never samples a token after EOS, so the loss does not train it to.
     """
     end = tokenizer.eos_token_id
     if end in token_ids[1:]:

@@ -225,7 +225,7 @@ def test_chat_ends_where_the_response_begins():
             [{"role": "system", "content": "x"}],
             {"system_message": "be brief"},
             TEMPLATE,
-            "system message of its own",
+            "row 5 already starts with a system message",
         ),
         (CHAT, {}, "{{ raise_exception('no users') }}", "row 5: the chat template refuses .*: no users"),
     ],

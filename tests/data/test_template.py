@@ -155,7 +155,7 @@ def test_a_data_set_takes_the_template_and_its_tags_reach_the_scorer(write, tmp_
             [{"role": "system", "content": "be brief"}, *CHAT],
             {"system_message": "be brief"},
             {},
-            "prompts.template_path is set but row 0 starts with a system message of its own",
+            "prompts.template_path is set but row 0 already starts with a system message",
         ),
         (
             CHAT,
