@@ -4,7 +4,7 @@ import gc
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hybrid_rl.algorithms.advantage import KlController
+from hybrid_rl.algorithms.kl import KlController
 from hybrid_rl.checkpoints.phase_log import PhaseLog
 from hybrid_rl.checkpoints.saver import Saved, Saver
 from hybrid_rl.config import Config
@@ -16,7 +16,7 @@ from hybrid_rl.monitoring.recorder import Recorder
 from hybrid_rl.rewards import RunningNormalizer
 from hybrid_rl.rewards.scoring import RewardSources
 from hybrid_rl.steps.ema import MovingAverage, MovingReference
-from hybrid_rl.steps.logprobs import Forward
+from hybrid_rl.steps.logprobs import ActorForward
 from hybrid_rl.steps.ptx import PtxLoss
 from hybrid_rl.weights.sync import WeightSync
 
@@ -64,7 +64,7 @@ class Run:
     engine: RolloutEngine
     actor: TrainEngine
     critic: TrainEngine | None
-    reference: Forward | None
+    reference: ActorForward | None
     """A frozen model, or the actor without its adapters."""
     sources: RewardSources
     normalizer: RunningNormalizer | None

@@ -16,7 +16,7 @@ from hybrid_rl.planning.footprint import forward_tokens
 from hybrid_rl.rewards import scoring
 from hybrid_rl.rewards.scoring import Scored
 from hybrid_rl.run import Metrics, Run
-from hybrid_rl.steps import logprobs, rollout, update
+from hybrid_rl.steps import advantages, logprobs, loss_weights, rollout, update
 from hybrid_rl.steps.ema import MovingReference
 
 P = ParamSpec("P")
@@ -49,7 +49,7 @@ def generate(run: Run, step: int, prompts: Sequence[Prompt]) -> tuple[list[Rollo
     config, data = run.config, run.data
     arguments, stop_token_ids = (prompts, run.engine, data.tokenizer, config.rollout), data.stop_token_ids
     sampled = rollout.collect_rollouts(*arguments, stop_token_ids=stop_token_ids, run_seed=config.run.seed, step=step)
-    if config.advantage.estimator != "remax":
+    if not config.needs_greedy:
         return sampled, []
     return sampled, rollout.generate_greedy(*arguments, stop_token_ids=stop_token_ids)
 
@@ -168,10 +168,10 @@ def compute_advantages(run: Run, batch: TrainBatch) -> tuple[TrainBatch, Metrics
         if config.advantage.bootstrap_truncated:
             bootstrap_values = logprobs.sequence_values(critic.forward, batch, packing(run))
     kl_coef = run.kl.coef
-    batch, sums = logprobs.add_advantages(
+    batch, sums = advantages.add_advantages(
         batch, config.advantage, run.data_parallel, kl_coef=kl_coef, bootstrap_values=bootstrap_values
     )
-    batch, correction = logprobs.correct(batch, config.update)
+    batch, correction = loss_weights.add_loss_weights(batch, config.update)
     if run.reference:
         totals = torch.tensor([sums["kl"], len(batch)], dtype=torch.float64)
         kl, num_responses = run.data_parallel.sum(totals).tolist()

@@ -1,7 +1,9 @@
-"""Every rule of a configuration that needs no file to check."""
+"""The rules of the settings that can be checked without a file or a device. Imports no torch."""
 
 import dataclasses
+from collections.abc import Iterable
 
+from hybrid_rl.algorithms.specs import ESTIMATORS, POLICY_LOSSES
 from hybrid_rl.config import Config, check
 
 
@@ -62,11 +64,40 @@ def _check_not_negative(config: Config) -> None:
         check(value >= 0, f"{key} = {value}: must not be negative")
 
 
-GROUP_ESTIMATORS = ("grpo", "rloo", "dr_grpo", "opo", "reinforce_pp_baseline")
+def _check_algorithms(config: Config) -> None:
+    """The algorithms exist and take the settings that are given; a Config made in code has passed no parser."""
+    estimator, policy_loss = config.advantage.estimator, config.update.policy_loss
+    _check_choice("advantage.estimator", estimator, ESTIMATORS)
+    _check_choice("update.policy_loss", policy_loss, POLICY_LOSSES)
+    check(
+        not ESTIMATORS[estimator].compares_group or config.rollout.group_size >= 2,
+        f"rollout.group_size = {config.rollout.group_size}: advantage.estimator = {estimator} needs 2 or more",
+    )
+    with_critic = " or ".join(name for name, spec in ESTIMATORS.items() if spec.needs_critic)
+    for name in ("critic_lambda", "length_adaptive_alpha"):
+        value = getattr(config.advantage, name)
+        check(
+            value is None or ESTIMATORS[estimator].needs_critic,
+            f"advantage.{name} = {value}: needs advantage.estimator = {with_critic}",
+        )
+    clip_low, dual_clip = config.update.clip_low, config.update.dual_clip
+    is_unbounded = clip_low == 1 and POLICY_LOSSES[policy_loss].is_lower_bound_optional
+    check(0 <= clip_low < 1 or is_unbounded, f"update.clip_low = {clip_low}: must lie in [0, 1)")
+    if dual_clip is not None:
+        check(dual_clip > 1, f"update.dual_clip = {dual_clip}: must be greater than 1")
+        with_dual_clip = " or ".join(name for name, spec in POLICY_LOSSES.items() if spec.takes_dual_clip)
+        check(
+            POLICY_LOSSES[policy_loss].takes_dual_clip,
+            f"update.dual_clip = {dual_clip}: needs update.policy_loss = {with_dual_clip}, not {policy_loss}",
+        )
+
+
+def _check_choice(field: str, value: str, choices: Iterable[str]) -> None:
+    check(value in choices, f"{field} = {value}: must be one of {', '.join(choices)}")
 
 
 def _check_sources(config: Config) -> None:
-    """Something must be trained and something must judge it."""
+    """There is a model to train, there are prompts, and there is a source of scores."""
     reward, profiled = config.reward, config.run.profile_steps
     check(
         profiled is None or 1 <= profiled[0] <= profiled[1],
@@ -85,7 +116,7 @@ def _check_sources(config: Config) -> None:
 
 
 def _check_sizes(config: Config) -> None:
-    """Batches must divide, sequences must fit."""
+    """Batches divide, and sequences fit."""
     rollout, update = config.rollout, config.update
     check(
         config.responses_per_step % update.mini_batch_size == 0,
@@ -112,17 +143,11 @@ def _check_sizes(config: Config) -> None:
 
 
 def _check_advantage(config: Config) -> None:
-    advantage, rollout, models = config.advantage, config.rollout, config.models
-    check(
-        advantage.estimator not in GROUP_ESTIMATORS or rollout.group_size >= 2,
-        f"rollout.group_size = {rollout.group_size}: advantage.estimator = {advantage.estimator} needs 2 or more",
-    )
+    """Discounts are fractions, and the KL penalty has what it needs."""
+    advantage = config.advantage
     for name in ("gamma", "gae_lambda", "critic_lambda"):
         value = getattr(advantage, name)
         check(value is None or 0 <= value <= 1, f"advantage.{name} = {value}: must lie in [0, 1]")
-    for name in ("critic_lambda", "length_adaptive_alpha"):
-        value = getattr(advantage, name)
-        check(value is None or config.has_critic, f"advantage.{name} = {value}: needs advantage.estimator = gae")
     check(
         not advantage.kl_unbiased or advantage.kl_in == "loss",
         "advantage.kl_unbiased = true: needs advantage.kl_in = loss; a KL in the reward has no gradient of its own",
@@ -136,11 +161,16 @@ def _check_advantage(config: Config) -> None:
         advantage.kl_target is None or advantage.kl_coef > 0,
         f"advantage.kl_target = {advantage.kl_target}: needs advantage.kl_coef > 0 to start from",
     )
+
+
+def _check_reference_and_ema(config: Config) -> None:
+    """A reference that moves is a model of its own, and copies move by a fraction."""
+    models = config.models
     if models.reference_sync_steps:
         check(
             config.has_reference and not config.reference_is_actor,
-            f"models.reference_sync_steps = {models.reference_sync_steps}: needs a reference of its own, so "
-            f"advantage.kl_coef > 0 and, with models.lora, models.reference",
+            f"models.reference_sync_steps = {models.reference_sync_steps}: needs a reference of its own; set "
+            "advantage.kl_coef above 0 and, with models.lora, models.reference",
         )
     alpha = models.reference_mixup_alpha
     check(0 < alpha <= 1, f"models.reference_mixup_alpha = {alpha}: must lie in (0, 1]")
@@ -150,6 +180,7 @@ def _check_advantage(config: Config) -> None:
 
 
 def _check_rollout(config: Config) -> None:
+    """Responses can be generated, and groups filtered."""
     check("" not in config.rollout.stop_strings, "rollout.stop_strings holds an empty text, which ends every response")
     size, engine = config.rollout.tensor_parallel_size, config.rollout.engine
     check(
@@ -163,16 +194,9 @@ def _check_rollout(config: Config) -> None:
         check(group_size >= 2, f"rollout.group_size = {group_size}: {field} needs 2 or more")
 
 
-def _check_update(config: Config) -> None:
+def _check_losses(config: Config) -> None:
+    """Importance weights have a ratio and bounds around it, and the losses of policy and texts add up."""
     update = config.update
-    is_unbounded = update.clip_low == 1 and update.policy_loss == "cispo"
-    check(0 <= update.clip_low < 1 or is_unbounded, f"update.clip_low = {update.clip_low}: must lie in [0, 1)")
-    if update.dual_clip is not None:
-        check(update.dual_clip > 1, f"update.dual_clip = {update.dual_clip}: must be greater than 1")
-        check(
-            update.policy_loss == "clip",
-            f"update.dual_clip = {update.dual_clip}: needs update.policy_loss = clip, not {update.policy_loss}",
-        )
     check(
         0 <= update.correction_low <= 1 <= update.correction_high,
         f"update.correction_low = {update.correction_low}, correction_high = {update.correction_high}: "
@@ -182,6 +206,12 @@ def _check_update(config: Config) -> None:
         update.old_logprobs == "trainer" or update.correction == "none",
         f"update.correction = {update.correction}: update.old_logprobs = rollout leaves no ratio between the engines",
     )
+    check(config.ptx.path is None or 0 < config.ptx.coef < 1, f"ptx.coef = {config.ptx.coef}: must lie in (0, 1)")
+
+
+def _check_training_state(config: Config) -> None:
+    """DeepSpeed can hold the optimizer where the settings want it, and the phase log ends."""
+    update = config.update
     check(
         config.memory.swap != "deepspeed" or update.zero_stage > 0,
         "memory.swap = deepspeed: DeepSpeed cannot offload update.zero_stage = 0; use 1 to 3, or swap = vmm or off",
@@ -195,21 +225,21 @@ def _check_update(config: Config) -> None:
         config.checkpoint.every_steps > 0 or not config.checkpoint.phase_log,
         "checkpoint.phase_log = true: needs checkpoint.every_steps > 0, or the log would grow without end",
     )
-    check(config.ptx.path is None or 0 < config.ptx.coef < 1, f"ptx.coef = {config.ptx.coef}: must lie in (0, 1)")
 
 
 def _check_tensor_parallel(config: Config) -> None:
+    """Tensor parallelism excludes ZeRO-3, adapters and sequence parallelism."""
     update, rank = config.update, config.models.lora.rank
     if update.tensor_parallel_size == 1:
         return
-    field, sharers = f"update.tensor_parallel_size = {update.tensor_parallel_size}", update.sequence_parallel_size
+    field, size = f"update.tensor_parallel_size = {update.tensor_parallel_size}", update.sequence_parallel_size
     check(update.zero_stage < 3, f"{field}: needs update.zero_stage 0 to 2, not {update.zero_stage}")
-    check(rank == 0, f"{field}: needs models.lora.rank = 0, not {rank}; DeepSpeed cuts no layer with adapters")
-    check(sharers == 1, f"{field}: needs update.sequence_parallel_size = 1, not {sharers}")
+    check(rank == 0, f"{field}: needs models.lora.rank = 0, not {rank}; DeepSpeed shards no layer with adapters")
+    check(size == 1, f"{field}: needs update.sequence_parallel_size = 1, not {size}")
 
 
 def validate(config: Config) -> Config:
-    """Return the config if every rule that needs no file holds.
+    """Return the config if it breaks none of the rules.
 
     Raises:
         ConfigError: names the field, its value and the rule.
@@ -219,9 +249,12 @@ def validate(config: Config) -> Config:
         _check_not_negative,
         _check_sources,
         _check_sizes,
+        _check_algorithms,
         _check_advantage,
+        _check_reference_and_ema,
         _check_rollout,
-        _check_update,
+        _check_losses,
+        _check_training_state,
         _check_tensor_parallel,
     ):
         rule(config)

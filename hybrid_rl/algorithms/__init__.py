@@ -1,1 +1,1 @@
-"""Rewards to advantages, policy and value losses, engine-to-trainer correction: pure functions of tensors."""
+"""Advantage estimators, losses, KL and importance correction: pure functions of tensors, declared in `specs.py`."""

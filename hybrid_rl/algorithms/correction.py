@@ -1,16 +1,16 @@
-"""Weights for tokens that the rollout engine sampled from not quite the policy that the trainer computes. All pure.
+"""Importance weights that correct for the gap between the engine's policy and the trainer's. Pure functions of tensors.
 
-Engine and trainer give the same token different log-probs: other kernels, other rounding, older weights. A correction
-is one function and a line in CORRECTIONS.
+Engine and trainer give the same token different log-probs: other kernels, other rounding, older weights. Each name in
+specs.CORRECTIONS is a function of this module, from log-weights (0 outside the mask), the mask and the bounds to the
+weights and whether a bound changed them.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from hybrid_rl.algorithms.advantage import check_finite
-from hybrid_rl.algorithms.loss import bounded_exp
+from hybrid_rl.algorithms.elementwise import bounded_exp
+from hybrid_rl.algorithms.specs import CORRECTIONS
 from hybrid_rl_kernels.reference import at_least_float32, check_same_shape
 
 
@@ -18,7 +18,7 @@ from hybrid_rl_kernels.reference import at_least_float32, check_same_shape
 def importance_weights(
     old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor, *, kind: str, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the factor on each token's policy loss, made of w = exp(old_logprobs - rollout_logprobs).
+    """Return the factor on each token's policy loss, a function of w = exp(old_logprobs - rollout_logprobs).
 
     none:          1.
     tis:           w, truncated to [low, high].
@@ -27,8 +27,8 @@ def importance_weights(
                    weights of a kept sequence are not truncated.
 
     Args:
-        old_logprobs:     [B, T]; the trainer's, before the update.
-        rollout_logprobs: [B, T]; the engine's, at the same temperature.
+        old_logprobs:     [B, T]; log-probs of the trainer before the update.
+        rollout_logprobs: [B, T]; log-probs of the engine at the same temperature.
         response_mask:    [B, T] bool.
         kind:             a name in CORRECTIONS.
         low, high:        bounds, 0 <= low <= high, both included; w itself is bounded to exp(+-20).
@@ -51,26 +51,30 @@ def importance_weights(
     check_finite("rollout_logprobs", rollout_logprobs, mask)
     dtype = at_least_float32(old_logprobs.dtype)
     log_weights = torch.where(mask, old_logprobs.to(dtype) - rollout_logprobs.to(dtype), 0)
-    weights, is_out = CORRECTIONS[kind](log_weights, mask, low, high)
+    weights, is_out = globals()[kind](log_weights, mask, low, high)
     return torch.where(mask, weights, 0), is_out & mask
 
 
-def _none(log_weights: Tensor, mask: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+def none(log_weights: Tensor, mask: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Weigh every token by 1."""
     return torch.ones_like(log_weights), torch.zeros_like(mask)
 
 
-def _tis(log_weights: Tensor, mask: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+def tis(log_weights: Tensor, mask: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Truncate the weights to the bounds."""
     weights = bounded_exp(log_weights)
     return weights.clamp(low, high), _is_outside(weights, low, high)
 
 
-def _icepop(log_weights: Tensor, mask: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+def icepop(log_weights: Tensor, mask: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Mask the tokens whose weight lies outside the bounds."""
     weights = bounded_exp(log_weights)
     is_out = _is_outside(weights, low, high)
     return weights.masked_fill(is_out, 0), is_out
 
 
-def _sequence_mask(log_weights: Tensor, mask: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+def sequence_mask(log_weights: Tensor, mask: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Mask the sequences whose geometric mean weight lies outside the bounds."""
     means = log_weights.double().sum(1) / mask.sum(1).clamp_min(1)
     is_out = _is_outside(bounded_exp(means), low, high)[:, None].expand_as(mask)
     return bounded_exp(log_weights).masked_fill(is_out, 0), is_out
@@ -78,12 +82,3 @@ def _sequence_mask(log_weights: Tensor, mask: Tensor, low: float, high: float) -
 
 def _is_outside(weights: Tensor, low: float, high: float) -> Tensor:
     return (weights < low) | (weights > high)
-
-
-CORRECTIONS: dict[str, Callable[[Tensor, Tensor, float, float], tuple[Tensor, Tensor]]] = {
-    "none": _none,
-    "tis": _tis,
-    "icepop": _icepop,
-    "sequence_mask": _sequence_mask,
-}
-"""From log-weights, 0 outside the mask, the mask and the bounds to weights and whether a bound changed them."""

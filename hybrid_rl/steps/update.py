@@ -8,7 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybrid_rl.algorithms.loss import kl_loss, policy_loss, token_weights, value_loss
+from hybrid_rl.algorithms.kl import kl_loss
+from hybrid_rl.algorithms.loss import token_weights, value_loss
+from hybrid_rl.algorithms.policy_loss import policy_loss
+from hybrid_rl.algorithms.specs import POLICY_LOSSES
 from hybrid_rl.batch import Packed, TrainBatch, balance, join, pack, split, to_device
 from hybrid_rl.config import UpdateConfig
 from hybrid_rl.distributed import World
@@ -160,7 +163,7 @@ class ActorLoss:
     @property
     def is_elementwise(self) -> bool:
         """Whether a token's loss depends on no other token, as all but those of a sequence's ratio."""
-        return self._config.policy_loss != "gspo"
+        return not POLICY_LOSSES[self._config.policy_loss].is_sequence_level
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, tokens: slice) -> Tensor:
         """Return the weighted losses [n] of some tokens, given their log-probs and entropies [n]."""

@@ -1,3 +1,5 @@
+"""The maths of advantages by hand: returns, GAE, penalties, whitening."""
+
 import math
 
 import pytest
@@ -7,11 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybrid_rl.algorithms.advantage import (
-    ESTIMATORS,
-    KlController,
     discounted_returns,
     gae_advantages,
-    group_advantages,
     length_adaptive_lambda,
     masked_sums,
     moments,
@@ -248,131 +247,3 @@ def test_whitening_spans_ranks():
 
 def test_whiten_shows_nan():
     assert whiten(torch.tensor([[1, math.nan, 2]]), torch.ones(1, 3, dtype=torch.bool)).isnan().all()
-
-
-@pytest.mark.parametrize(
-    "estimator, expected",
-    [
-        ("grpo", [-2 / (math.sqrt(7) + 1e-6), -1 / (math.sqrt(7) + 1e-6), 3 / (math.sqrt(7) + 1e-6)]),  # (4 + 1 + 9)/2
-        ("rloo", [1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2]),
-        ("dr_grpo", [1 - 3, 2 - 3, 6 - 3]),
-        ("reinforce_pp_baseline", [1 - 3, 2 - 3, 6 - 3]),
-        ("opo", [1 - 23 / 6, 2 - 23 / 6, 6 - 23 / 6]),  # lengths 1 2 3: (1*1 + 2*2 + 3*6) / 6
-    ],
-)
-def test_group_advantages_by_hand(estimator, expected):
-    # Rewards 1 2 6 (mean 3) of group 7 lie between those of group 4, which are equal and say nothing.
-    rewards, group_ids = torch.tensor([0.1, 1, 2, 0.1, 6, 0.1]), torch.tensor([4, 7, 7, 4, 7, 4])
-    lengths = torch.tensor([9, 1, 2, 8, 3, 0])
-    advantages = group_advantages(rewards, group_ids, estimator=estimator, lengths=lengths)
-    assert advantages.dtype == torch.float32
-    assert advantages[[1, 2, 4]].tolist() == pytest.approx(expected, rel=1e-6)
-    assert advantages[[0, 3, 5]].tolist() == [0, 0, 0]
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.lists(st.integers(0, 3), min_size=1, max_size=6), st.sampled_from(sorted(ESTIMATORS)), st.randoms(), st.data()
-)
-def test_order_of_responses_and_other_groups_change_nothing(groups, estimator, random, data):
-    group_ids = [group for group in sorted(set(groups)) for _ in range(groups.count(group) + 1)]
-    random.shuffle(group_ids)
-    size = {"min_size": len(group_ids), "max_size": len(group_ids)}
-    rewards = torch.tensor(data.draw(st.lists(st.floats(-100, 100, width=32), **size)))
-    lengths = torch.tensor(data.draw(st.lists(st.integers(0, 50), **size)))
-    ids = torch.tensor(group_ids)
-    together = group_advantages(rewards, ids, estimator=estimator, lengths=lengths)
-    for group in set(groups):
-        rows = ids == group
-        alone = group_advantages(rewards[rows], ids[rows], estimator=estimator, lengths=lengths[rows])
-        assert torch.equal(together[rows], alone)
-        # A baseline is unbiased, over the responses or over their tokens.
-        weights = lengths[rows].double() if estimator == "opo" else torch.ones(len(alone), dtype=torch.float64)
-        weights /= weights.sum().clamp_min(1)
-        assert abs((weights @ alone.double()).item()) <= 1e-5 * max(1, alone.abs().max().item())
-
-
-def test_opo_of_equal_lengths_is_the_group_mean():
-    rewards, ids = torch.tensor([1.0, 2, 6, -3]), torch.tensor([0, 0, 1, 1])
-    assert torch.equal(
-        group_advantages(rewards, ids, estimator="opo", lengths=torch.full((4,), 7)),
-        group_advantages(rewards, ids, estimator="dr_grpo"),
-    )
-
-
-def test_opo_of_a_group_without_tokens_is_finite():
-    rewards = torch.tensor([1.0, 2])
-    advantages = group_advantages(rewards, torch.zeros(2), estimator="opo", lengths=torch.zeros(2, dtype=torch.int64))
-    assert advantages.tolist() == [1, 2]
-
-
-@pytest.mark.parametrize("estimator", sorted(ESTIMATORS))
-def test_equal_rewards_give_exactly_zero(estimator):
-    rewards = torch.full((3,), 0.1, dtype=torch.float64)
-    assert rewards.mean() != rewards[0]  # the sum rounds, so that the difference alone would not be 0
-    lengths = torch.tensor([3, 1, 5])
-    assert group_advantages(rewards, torch.zeros(3), estimator=estimator, lengths=lengths).tolist() == [0, 0, 0]
-
-
-def test_group_advantages_names_what_is_wrong():
-    ids = torch.tensor([0, 0, 5])
-    with pytest.raises(ValueError, match="group 5 has one response"):
-        group_advantages(torch.ones(3), ids, estimator="grpo")
-    with pytest.raises(ValueError, match="rewards is nan in row 1"):
-        group_advantages(torch.tensor([0, math.nan, 0]), ids, estimator="grpo")
-    with pytest.raises(ValueError, match="grpo, rloo, dr_grpo"):
-        group_advantages(torch.ones(3), ids, estimator="gae")
-    with pytest.raises(ValueError, match=r"group_ids \[3\]"):
-        group_advantages(torch.ones(3, 1), ids, estimator="grpo")
-    with pytest.raises(ValueError, match=r"lengths \[2\]"):
-        group_advantages(torch.ones(3), ids, estimator="opo", lengths=torch.ones(2))
-    with pytest.raises(ValueError, match="lengths is None: opo"):
-        group_advantages(torch.ones(3), ids, estimator="opo")
-
-
-def test_kl_coefficient_by_hand():
-    controller = KlController(0.1, target=4.0, horizon=1000)
-    controller.update(kl=4.4, num_responses=100)  # 10% too high: 1 + 0.1 * 0.1
-    assert controller.coef == pytest.approx(0.101)
-    controller.update(kl=40.0, num_responses=500)  # cut to 0.2: 1 + 0.2 * 0.5
-    assert controller.coef == pytest.approx(0.101 * 1.1)
-    controller.update(kl=-1.0, num_responses=500)  # k1 can be negative; cut to -0.2
-    assert controller.coef == pytest.approx(0.101 * 1.1 * 0.9)
-    controller.update(kl=4.0, num_responses=500)
-    assert controller.coef == pytest.approx(0.101 * 1.1 * 0.9)
-
-
-def test_kl_coefficient_finds_the_target():
-    # A policy whose KL per response falls as the penalty rises, kl = 1 / coef: the target of 5 is met at 0.2.
-    controller = KlController(0.01, target=5.0, horizon=1000)
-    for _ in range(400):
-        controller.update(1 / controller.coef, 256)
-    assert controller.coef == pytest.approx(0.2, rel=1e-3)
-
-
-def test_kl_coefficient_continues_from_a_checkpoint():
-    controller = KlController(0.1, target=4.0, horizon=1000)
-    controller.update(8.0, 500)
-    resumed = KlController(0.1, target=4.0, horizon=1000)
-    resumed.load_state_dict(controller.state_dict())
-    assert resumed.coef == controller.coef != 0.1
-
-
-def test_kl_coefficient_without_a_target_is_the_configured_one():
-    controller = KlController(0.3, target=None, horizon=1000)
-    controller.update(math.inf, 10**9)
-    controller.load_state_dict({"coef": 0.7})
-    assert controller.coef == 0.3
-
-
-def test_kl_controller_names_what_is_wrong():
-    with pytest.raises(ValueError, match="target must be greater than 0 or None, got 0"):
-        KlController(0.1, target=0.0, horizon=10)
-    with pytest.raises(ValueError, match="horizon must be greater than 0, got 0"):
-        KlController(0.1, target=1.0, horizon=0)
-    controller = KlController(0.1, target=1.0, horizon=10)
-    with pytest.raises(ValueError, match="kl is nan"):
-        controller.update(math.nan, 1)
-    with pytest.raises(ValueError, match="less than 5 times horizon = 10, got 50"):
-        controller.update(1.0, 50)
-    assert controller.coef == 0.1

@@ -1,3 +1,5 @@
+"""Importance weights between trainer and engine, by hand."""
+
 import math
 
 import pytest
@@ -6,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybrid_rl.algorithms.correction import CORRECTIONS, importance_weights
+from hybrid_rl.algorithms.correction import importance_weights
+from hybrid_rl.algorithms.specs import CORRECTIONS
 
 GARBAGE = [math.nan, math.inf, -math.inf, 3e38, -7.5]
 NAN = math.nan

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybrid_rl.algorithms.loss import POLICY_LOSSES, policy_loss
+from hybrid_rl.algorithms.policy_loss import policy_loss
+from hybrid_rl.algorithms.specs import POLICY_LOSSES
 
 GARBAGE = [math.nan, math.inf, -math.inf, 3e38, -7.5]
 
