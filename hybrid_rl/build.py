@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hybrid_rl.algorithms.advantage import KlController
+from hybrid_rl.algorithms.kl import KlController
 from hybrid_rl.batch import Rollout, make_train_batch
 from hybrid_rl.checkpoints import saver as checkpoint
 from hybrid_rl.checkpoints.resume import find_checkpoint, make_saver, open_phase_log
@@ -39,7 +39,7 @@ from hybrid_rl.rewards.reencode import reencode
 from hybrid_rl.rewards.scoring import RewardSources
 from hybrid_rl.run import Run
 from hybrid_rl.steps.ema import MovingAverage, MovingReference
-from hybrid_rl.steps.logprobs import Forward, Packing, sequence_values
+from hybrid_rl.steps.logprobs import ActorForward, Packing, sequence_values
 from hybrid_rl.steps.ptx import PtxLoss
 from hybrid_rl.steps.update import num_optimizer_steps
 from hybrid_rl.weights.alias import AliasBuffer
@@ -73,7 +73,7 @@ def build(config: Config) -> Run:
     memory = MemoryManager(
         plan.residency, world.device, recorder.timeline, planned=plan.peaks, keeps_cache=plan.has_room_for_cache
     )
-    tenants = Tenants(config, world.device, stays=memory.stays)
+    tenants = Tenants(config, world.device, stays=memory.always_resident)
     tenants.reserve_host(sum(allocation.host_bytes for allocation in plan.allocations if allocation.in_bytes))
     setup = Setup(
         config=config,
@@ -300,7 +300,7 @@ def admit_frozen(setup: Setup, name: str, module: PackedModel) -> FrozenModule |
     return tenant
 
 
-def build_reference(setup: Setup, actor: TrainEngine) -> Forward | None:
+def build_reference(setup: Setup, actor: TrainEngine) -> ActorForward | None:
     """Return the forward of the reference: the actor's without its adapters, or a frozen model's; None without KL."""
     config, models, field = setup.config, setup.config.models, "models.reference"
     if not config.has_reference:
