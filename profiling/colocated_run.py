@@ -228,10 +228,10 @@ def environment_line(environment: Mapping[str, Any], *facts: str) -> str:
 
 
 def write_csv(path: Path, environment: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows of the same columns below the line that tells card and versions."""
+    """Write rows of the same columns below a line that names card, versions and command."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        file.write(f"{environment}\n")
+        file.write(f"{environment}, command: {' '.join(sys.argv)}\n")
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

@@ -13,7 +13,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from hybrid_rl.memory.phases import MemoryManager
-from hybrid_rl.memory.residency import Phase
+from hybrid_rl.memory.residency import RESIDENCY, Phase
 from hybrid_rl.memory.tenants import Resident
 from hybrid_rl.monitoring.metrics import MetricsWriter, write_rollouts
 from hybrid_rl.monitoring.timeline import Timeline
@@ -39,7 +39,7 @@ PLAN |= {"engine_kv_cache": 4, "engine_weights": 3, "engine context": 2, "engine
 def left(tmp_path: Path) -> RunResult:
     """A run of two steps: device memory in UPDATE_ACTOR and SCORE, which is opened twice."""
     timeline = Timeline()
-    manager = MemoryManager({"reference": frozenset({SCORE})}, torch.device("cpu"), timeline)
+    manager = MemoryManager(RESIDENCY, torch.device("cpu"), timeline)
     manager.admit("reference", Resident())
     writer = MetricsWriter(tmp_path)
     for step in (1, 2):
@@ -93,7 +93,8 @@ def test_the_plot_is_written_beside_its_numbers(left, tmp_path):
     assert done.returncode == 0, done.stderr
     path = tmp_path / "out" / f"{left.folder.name}_memory.csv"
     first, *lines = path.read_text().splitlines()
-    assert first == "# device none, step 2" and path.with_suffix(".png").stat().st_size > 1000
+    assert first == f"# device none, step 2, command: {' '.join(command[1:])}"
+    assert path.with_suffix(".png").stat().st_size > 1000
     rows = [row for row in csv.DictReader(lines) if row["phase"] == "update_actor" and row["kind"] == "measured"]
     assert {row["owner"]: int(row["bytes"]) // GIB for row in rows} == {
         "trainer's tensors": 5,
