@@ -1,4 +1,7 @@
-"""What a response is worth: rule functions in killable processes, HTTP services, what they share. Imports no torch."""
+"""Scores of responses: rule functions in worker processes, HTTP services and reward models, and their normalization.
+
+Worker processes import this package, so it imports no torch; hybrid_rl.rewards.scoring does, and is imported by name.
+"""
 
 from hybrid_rl.rewards.normalize import RunningNormalizer
 from hybrid_rl.rewards.pool import ScoreResult, ScorerPool

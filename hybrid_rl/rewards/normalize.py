@@ -1,4 +1,4 @@
-"""Running mean and spread of all rewards of a run."""
+"""Running mean and standard deviation of all rewards of a run."""
 
 import math
 from typing import TYPE_CHECKING
@@ -8,48 +8,49 @@ if TYPE_CHECKING:
 
 
 class RunningNormalizer:
-    """Mean and population variance of all rewards seen, merged batch by batch; the same on every rank.
+    """Mean and population variance of all rewards of a run, updated batch by batch and equal on every rank.
 
     Source: Chan, Golub and LeVeque 1979, the pairwise form of Welford's update.
     """
 
     def __init__(self) -> None:
         self._count = self._mean = 0.0
-        self._squares = 0.0  # of the distances from the mean
+        self._squares = 0.0  # sum of squared deviations from the mean
 
     @property
     def mean(self) -> float:
-        """Of all rewards seen; 0 before the first."""
+        """Mean of all rewards so far; 0 without any."""
         return self._mean
 
     @property
     def std(self) -> float:
-        """Root of the population variance of all rewards seen; 0 when they are all equal."""
+        """Population standard deviation of all rewards so far; 0 if they are all equal."""
         return math.sqrt(self._squares / self._count) if self._count else 0.0
 
     def update(self, count: float, total: float, squares: float) -> None:
-        """Add a batch, given as `hybrid_rl.algorithms.advantage.masked_sums` summed over all ranks.
+        """Add a batch of rewards.
 
         Args:
-            count, total, squares: number of rewards, their sum, and the sum of their squares.
+            count, total, squares: number of rewards, their sum and the sum of their squares, each over all ranks, as
+                `algorithms.advantage.masked_sums` returns them.
         """
         if not count:
             return
-        mean, together = total / count, self._count + count
-        distance = mean - self._mean
-        # Rounding can leave a batch of equal rewards a spread below 0.
-        self._squares += max(squares - total * mean, 0.0) + distance**2 * self._count * count / together
-        self._mean += distance * count / together
-        self._count = together
+        mean, new_count = total / count, self._count + count
+        difference = mean - self._mean
+        # Rounding can give a batch of equal rewards a variance below 0.
+        self._squares += max(squares - total * mean, 0.0) + difference**2 * self._count * count / new_count
+        self._mean += difference * count / new_count
+        self._count = new_count
 
     def apply(self, rewards: "Tensor") -> "Tensor":
-        """Return (rewards - mean) / std, of any shape; without a spread, rewards - mean."""
+        """Return (rewards - mean) / std, of any shape; if std is 0, rewards - mean."""
         return (rewards - self.mean) / (self.std or 1.0)
 
     def state_dict(self) -> dict[str, float]:
-        """Return all that was seen."""
+        """Return the moments of all rewards so far."""
         return {"count": self._count, "mean": self._mean, "squares": self._squares}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from a `state_dict`."""
+        """Continue from the moments of a `state_dict`."""
         self._count, self._mean, self._squares = state["count"], state["mean"], state["squares"]

@@ -1,6 +1,6 @@
-"""Scorers in processes of their own, so that one which hangs, exits or crashes costs a time limit and not the run.
+"""A pool of worker processes for rule functions, so that a function that hangs, exits or crashes cannot end the run.
 
-Each process is a fresh interpreter and no fork: it holds neither torch nor the GPU, and never imports the main program.
+Each worker is a new interpreter, not a fork: it holds neither torch nor the GPU, and does not import the main program.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
-"""For a process to import its scorers; the time limit of a response starts after it."""
+"""Time limit for a worker to import its functions; the time limit of a response starts afterwards."""
 
 Results = list[float | str]
-"""What the functions gave one response, in order: a score, or why there is none."""
+"""One entry per function, in order, for one response: its score, or the reason for its failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +37,17 @@ class ScoreResult:
     """Scores of B responses."""
 
     scores: list[float]
-    """[B]; weighted sum over the functions."""
+    """[B] weighted sums over the functions."""
     per_function: dict[str, list[float]]
-    """[B] for each function, unweighted; 0 where it failed."""
+    """Function -> its [B] unweighted scores; 0 where it failed."""
     num_failed: int
-    """Responses for which a function failed or ran out of time."""
+    """Number of responses for which a function failed or exceeded the time limit."""
     failures: list[str]
-    """One message for each of them."""
+    """One message per failed response."""
 
 
 class ScorerPool:
-    """Scores responses with rule functions, in processes that start at the first call and live until `close`."""
+    """Scores responses with rule functions in worker processes, which start at the first call and run until `close`."""
 
     def __init__(
         self,
@@ -58,15 +58,24 @@ class ScorerPool:
         num_workers: int,
         on_error: Literal["raise", "zero"],
     ) -> None:
-        """Check that every function can be loaded; the arguments are the fields of RewardConfig.
+        """Check the settings and that every function can be loaded; no process starts yet.
 
+        Args:
+            names: reward.functions, names in `rules.FUNCTIONS` or `path.py:function`.
+            weights: reward.weights, one per function; None weights each with 1.
+            timeout_s: time limit of all functions together for one response.
+            num_workers: largest number of processes.
+            on_error: "raise" ends the run when a function fails, "zero" counts its score as 0.
         Raises:
-            ConfigError: a function cannot be loaded, or names and weights do not fit together.
+            ConfigError: there are no functions, one is listed twice or cannot be loaded, or the weights do not match.
         """
-        check(bool(names), "reward.functions is empty")
-        check(len(set(names)) == len(names), f"reward.functions = {list(names)}: one is listed twice")
+        check(bool(names), "reward.functions is empty: list at least one function")
+        check(len(set(names)) == len(names), f"reward.functions = {list(names)}: one is listed twice; list each once")
         weights = [1.0] * len(names) if weights is None else list(weights)
-        check(len(weights) == len(names), f"reward.weights has {len(weights)} values for {len(names)} reward.functions")
+        check(
+            len(weights) == len(names),
+            f"reward.weights has {len(weights)} values for {len(names)} reward.functions: give one weight per function",
+        )
         for name in names:
             load_scorer(name)
         self._names, self._weights = list(names), weights
@@ -74,37 +83,42 @@ class ScorerPool:
         self._workers: list[_Worker] = []
 
     def score(self, rollouts: Sequence["Rollout"]) -> ScoreResult:
-        """Return the scores of some responses.
+        """Return the scores of B responses.
 
-        A function fails when it raises, exits, returns no finite number, or makes the response pass its time limit.
-        With `on_error` zero it counts 0, as do the functions that were to run after it in a process that ended.
+        A function fails if it raises, exits, does not return a finite number, or exceeds the time limit of the
+        response. With on_error "zero" it then scores 0, as do the functions that come after it if its process ended.
 
         Raises:
-            RuntimeError: `on_error` is raise and a function failed, with the sample named; or a process cannot start.
+            RuntimeError: on_error is "raise" and a function failed; or a worker process cannot start.
         """
         try:
             results = self._run(rollouts)
         except BaseException:
-            self.close()  # or the next call would receive what is still being scored
+            self.close()  # else the next call would receive results of this one
             raise
         failures = [self._describe(rollouts[i], result) for i, result in enumerate(results) if _failed(result)]
         if failures:
             logger.warning("%d of %d responses have a failed score: %s", len(failures), len(rollouts), failures[0])
 
         per_function = {
-            name: [0.0 if isinstance(result[place], str) else float(result[place]) for result in results]
-            for place, name in enumerate(self._names)
+            name: [0.0 if isinstance(result[i], str) else float(result[i]) for result in results]
+            for i, name in enumerate(self._names)
         }
-        rows = zip(*per_function.values(), strict=True)
+        per_response = zip(*per_function.values(), strict=True)
         return ScoreResult(
-            scores=[sum(w * value for w, value in zip(self._weights, values, strict=True)) for values in rows],
+            scores=[sum(w * value for w, value in zip(self._weights, values, strict=True)) for values in per_response],
             per_function=per_function,
             num_failed=len(failures),
             failures=failures,
         )
 
+    @property
+    def process_ids(self) -> list[int]:
+        """Ids of the worker processes."""
+        return [worker.process_id for worker in self._workers]
+
     def close(self) -> None:
-        """End all processes; a later `score` starts new ones."""
+        """End all worker processes; a later `score` starts new ones."""
         for worker in self._workers:
             worker.kill()
         self._workers = []
@@ -116,35 +130,35 @@ class ScorerPool:
         self.close()
 
     def _run(self, rollouts: Sequence["Rollout"]) -> list[Results]:
-        """Return what each function gave each response."""
+        """Return the results of every response."""
         results: list[Results] = [[] for _ in rollouts]
         pending = deque(range(len(rollouts)))
-        while pending or any(worker.row is not None for worker in self._workers):
-            self._hand_out(pending, rollouts)
+        while pending or any(worker.task is not None for worker in self._workers):
+            self._submit(pending, rollouts)
             waiting = [worker for worker in self._workers if not worker.is_idle]
-            patience_s = max(0.0, min(worker.deadline for worker in waiting) - time.monotonic())
-            multiprocessing.connection.wait([worker.connection for worker in waiting], timeout=patience_s)
+            wait_s = max(0.0, min(worker.deadline for worker in waiting) - time.monotonic())
+            multiprocessing.connection.wait([worker.connection for worker in waiting], timeout=wait_s)
             for worker in waiting:
-                row = worker.row
+                task = worker.task
                 worker.receive()
-                if row is None or worker.row is not None:
+                if task is None or worker.task is not None:
                     continue
-                results[row] = worker.results
+                results[task] = worker.results
                 if _failed(worker.results) and self._on_error == "raise":
-                    reason = self._describe(rollouts[row], worker.results)
-                    raise RuntimeError(f"{reason} (reward.on_error = zero would count it and go on)")
+                    reason = self._describe(rollouts[task], worker.results)
+                    raise RuntimeError(f"{reason} (reward.on_error = zero would count it as 0 and continue)")
         return results
 
-    def _hand_out(self, pending: deque[int], rollouts: Sequence["Rollout"]) -> None:
-        """Give each idle process a response, after starting as many processes as there is work for."""
+    def _submit(self, pending: deque[int], rollouts: Sequence["Rollout"]) -> None:
+        """Start as many workers as there are responses for, and submit a pending response to each idle one."""
         self._workers = [worker for worker in self._workers if not worker.is_idle or worker.is_alive]
-        num_busy = sum(worker.row is not None for worker in self._workers)
+        num_busy = sum(worker.task is not None for worker in self._workers)
         while len(self._workers) < min(self._num_workers, num_busy + len(pending)):
             self._workers.append(_Worker(self._names, self._timeout_s))
         for worker in self._workers:
             if pending and worker.is_idle:
-                row = pending.popleft()
-                worker.submit(row, rollouts[row])
+                task = pending.popleft()
+                worker.submit(task, rollouts[task])
 
     def _describe(self, rollout: "Rollout", results: Results) -> str:
         reasons = [f"{name}: {r}" for name, r in zip(self._names, results, strict=True) if isinstance(r, str)]
@@ -152,41 +166,52 @@ class ScorerPool:
 
 
 class _Worker:
-    """One scorer process and the response it has in hand."""
+    """One worker process and the response that it is scoring."""
 
     def __init__(self, names: list[str], timeout_s: float) -> None:
-        self.connection, theirs = multiprocessing.Pipe()
-        with theirs:
+        self.connection, worker_end = multiprocessing.Pipe()
+        with worker_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "hybrid_rl.rewards.worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-P", "-m", "hybrid_rl.rewards.worker", str(worker_end.fileno())],
+                pass_fds=[worker_end.fileno()],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # one kill reaches what a scorer started, and Ctrl-C does not reach the scorer
+                # killpg then also ends processes that a function started, and Ctrl-C does not reach the worker.
+                start_new_session=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             )
         self.connection.send((names, timeout_s))
         self._num_functions, self._timeout_s = len(names), timeout_s
         self._is_ready = False
-        self.row: int | None = None
+        self.task: int | None = None
+        """Index of the response that is being scored; None while there is none."""
         self.results: Results = []
+        """Results of the last response that was submitted, as far as they have arrived."""
         self.deadline = time.monotonic() + START_TIMEOUT_S
+        """Time (time.monotonic) at which the start of the process or the response counts as failed."""
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
 
     @property
     def is_idle(self) -> bool:
-        return self._is_ready and self.row is None
+        return self._is_ready and self.task is None
 
     @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def submit(self, row: int, rollout: "Rollout") -> None:
-        self.row, self.results = row, []
+    def submit(self, task: int, rollout: "Rollout") -> None:
+        self.task, self.results = task, []
         self.deadline = time.monotonic() + self._timeout_s
-        with contextlib.suppress(ConnectionError):  # it has just died: receive will see
+        with contextlib.suppress(ConnectionError):  # the process has just died, which `receive` notices
             self.connection.send((vars(rollout.prompt), rollout.text))
 
     def receive(self) -> None:
-        """Take what has arrived, or kill the process when its time is over; a finished response leaves `row` None."""
+        """Read the results that have arrived, and kill the process if its deadline has passed.
+
+        `task` becomes None when the response has all its results, also if the process ended.
+        """
         try:
             while not self.is_idle and self.connection.poll():
                 self._accept(self.connection.recv())
@@ -212,14 +237,14 @@ class _Worker:
         assert message is not None
         self.results.append(message)
         if len(self.results) == self._num_functions:
-            self.row = None
+            self.task = None
 
     def _end(self, reason: str) -> None:
         if not self._is_ready:
             raise RuntimeError(f"a scorer process did not start within {START_TIMEOUT_S} s or died: {reason}")
-        num_left = self._num_functions - len(self.results)
-        self.results += [reason] + ["not run"] * (num_left - 1)
-        self.row = None
+        num_missing = self._num_functions - len(self.results)
+        self.results += [reason] + ["not run"] * (num_missing - 1)
+        self.task = None
 
 
 def _failed(results: Results) -> bool:

@@ -1,4 +1,4 @@
-"""Rollouts in the tokens of another tokenizer, for a reward model that has its own."""
+"""Re-encoding of rollouts for a reward model whose tokenizer is not the actor's."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,29 +12,28 @@ from hybrid_rl.config import check
 def reencode(
     rollouts: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase, *, actor_tokenizer: PreTrainedTokenizerBase
 ) -> list[Rollout]:
-    """Return the rollouts with the token ids that a reward model with its own tokenizer reads.
+    """Return the rollouts with token ids of the reward model's tokenizer.
 
-    It reads the prompt's text and the response's text in one piece, as text it was trained on: no token boundary is
-    forced between them, and a token that spans both counts as the response's, unless it is the first of all.
+    The text of prompt and response is tokenized in one piece, like the text that the reward model was trained on: no
+    token boundary is forced between them. A token that spans both belongs to the response, unless it is the first one.
 
-    - In front is what `tokenizer` itself puts there (its BOS, or nothing), once; a BOS of the actor at the start of the
-      prompt's text is left out.
-    - At the end is the EOS of `tokenizer` if the response is not truncated, whichever token or string ended it.
-    - Within the prompt the actor's chat markup is plain text, except where both tokenizers have the same special token.
-    - Special tokens within the response are left out, as in `Rollout.text`.
+    - BOS of `tokenizer`, if it adds one, comes first and once; the actor's BOS at the start of the prompt is removed.
+    - EOS of `tokenizer` comes last if the response is not truncated, whichever token or string ended it.
+    - The actor's chat markup in the prompt is plain text, except for special tokens that both tokenizers have.
+    - Special tokens in the response are removed, as in `Rollout.text`.
 
     Args:
-        rollouts: in the actor's tokens.
+        rollouts: with token ids of the actor's tokenizer.
         tokenizer: the reward model's.
         actor_tokenizer: the actor's.
     Returns:
-        Equal rollouts but for `prompt.token_ids` and `response_ids`; `rollout_logprobs` is empty, for the new tokens
-        were never sampled. Good for `make_train_batch` and one forward of the reward model.
+        Rollouts with new `prompt.token_ids` and `response_ids`, for `make_train_batch` and a forward of the reward
+        model. `rollout_logprobs` is empty, because the new tokens were not sampled.
     Raises:
         ConfigError: `tokenizer` has no EOS.
     """
     name = tokenizer.name_or_path
-    check(tokenizer.eos_token_id is not None, f"models.reward: its tokenizer {name!r} has no EOS token")
+    check(tokenizer.eos_token_id is not None, f"models.reward: its tokenizer {name!r} has no EOS token; add one")
     return [_reencode_one(rollout, tokenizer, actor_tokenizer.bos_token or "") for rollout in rollouts]
 
 
@@ -43,21 +42,21 @@ def _reencode_one(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, actor_bo
     prompt_ids, token_ids = _encode(tokenizer, prompt), _encode(tokenizer, prompt + rollout.text)
     if not rollout.is_truncated:
         token_ids = [*token_ids, tokenizer.eos_token_id]
-    shared = next(
+    num_prompt = next(
         (i for i, (a, b) in enumerate(zip(prompt_ids, token_ids, strict=False)) if a != b),
         min(len(prompt_ids), len(token_ids)),
     )
-    shared = max(shared, 1)  # a token that spans the whole prompt stays its own: something must predict the next
+    num_prompt = max(num_prompt, 1)  # the first token belongs to the prompt: a batch needs a token before the response
     return replace(
         rollout,
-        prompt=replace(rollout.prompt, token_ids=token_ids[:shared]),
-        response_ids=token_ids[shared:],
+        prompt=replace(rollout.prompt, token_ids=token_ids[:num_prompt]),
+        response_ids=token_ids[num_prompt:],
         rollout_logprobs=[],
     )
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the ids of a text behind the tokenizer's BOS, if it adds one, and without an end."""
+    """Return the ids of a text, with BOS if the tokenizer adds one and without EOS."""
     bos = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
     token_ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     adds_bos = bool(bos) and list(tokenizer("")["input_ids"][:1]) == bos

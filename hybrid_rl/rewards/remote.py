@@ -1,7 +1,7 @@
-"""Rewards from HTTP services that speak the protocol of OpenRLHF's remote reward models.
+"""Scores from HTTP services that implement the protocol of OpenRLHF's remote reward models.
 
 A request is a POST of `{"query": [prompt + response], "prompts": [...], "responses": [...], "labels": [answer, null]}`.
-Its answer is `{"rewards": [number per response]}`, or the same under `scores`.
+Its answer is `{"rewards": [number per response]}`, or `{"scores": [number per response]}`.
 """
 
 import math
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from hybrid_rl.batch import Rollout
 
 MAX_PAUSE_S = 30.0
-"""Pauses between attempts double up to this."""
+"""Upper bound of the pause between two attempts, which doubles with each attempt."""
 
 
 class RemoteScorer:
-    """Scores responses by HTTP services that all give the same rewards; a batch is spread over them."""
+    """Scores responses with equivalent HTTP services, over which each batch is divided."""
 
     def __init__(self, urls: Sequence[str], *, timeout_s: float, retries: int, pause_s: float = 0.5) -> None:
-        """Check the settings; nothing is sent yet.
+        """Check the settings; no request is sent yet.
 
         Args:
-            urls: the services.
-            timeout_s: of one request: to connect, and between two parts of its answer.
-            retries: further attempts of a failed request, each at the next service.
-            pause_s: before the first further attempt; it doubles with each.
+            urls: of the services.
+            timeout_s: time limit of a request to connect, and between two parts of its answer.
+            retries: further attempts for a failed request, each at the next service.
+            pause_s: pause before the first retry, which doubles with each retry.
         Raises:
-            ConfigError: names the field.
+            ConfigError: there are no URLs, or a setting is out of range.
         """
-        check(bool(urls), "reward.remote_urls is empty")
+        check(bool(urls), "reward.remote_urls is empty: list at least one URL")
         for url in urls:
             check(url.startswith(("http://", "https://")), f"reward.remote_urls: '{url}' must start with http(s)://")
         check(timeout_s > 0, f"reward.remote_timeout_s = {timeout_s}: must be greater than 0")
@@ -43,20 +43,20 @@ class RemoteScorer:
         self._urls, self._timeout_s, self._retries, self._pause_s = list(urls), timeout_s, retries, pause_s
 
     def score(self, rollouts: Sequence["Rollout"]) -> list[float]:
-        """Return the rewards of B responses, [B].
+        """Return the scores of B responses, [B].
 
         Raises:
-            RuntimeError: a request failed at every attempt, or an answer is not one finite number per response; names
-                service, status and sample.
+            RuntimeError: all attempts of a request failed, or an answer is not one finite number per response; the
+                message names service, status and sample.
         """
         size = max(1, math.ceil(len(rollouts) / len(self._urls)))
         parts = [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
         with ThreadPoolExecutor(max_workers=len(self._urls)) as threads:
             scored = list(threads.map(self._score_part, parts, range(len(parts))))
-        return [reward for rewards in scored for reward in rewards]
+        return [score for scores in scored for score in scores]
 
     def _score_part(self, part: Sequence["Rollout"], first_url: int) -> list[float]:
-        """Return the rewards of one request, asked of each service in turn until one answers."""
+        """Return the scores of one request, which is sent to one service after the other until one answers."""
         body = {
             "query": [r.prompt.text + r.text for r in part],
             "prompts": [r.prompt.text for r in part],
@@ -74,7 +74,7 @@ class RemoteScorer:
                 failures.append(f"{url}: {type(error).__name__}: {error}")
                 continue
             if response.ok:
-                return _read_rewards(response, part, url)
+                return _read_scores(response, part, url)
             failures.append(f"{url}: status {response.status_code}: {response.text[:200]!r}")
         raise RuntimeError(
             f"no remote reward for {len(part)} responses, first {_name(part[0])}, "
@@ -82,8 +82,8 @@ class RemoteScorer:
         )
 
 
-def _read_rewards(response: Any, part: Sequence["Rollout"], url: str) -> list[float]:
-    """Return the rewards of a service's answer to a request for `part`."""
+def _read_scores(response: Any, part: Sequence["Rollout"], url: str) -> list[float]:
+    """Return the scores in a service's answer to a request for `part`."""
     where = f"{url}: status {response.status_code}, first sample {_name(part[0])}"
     try:
         answer = response.json()

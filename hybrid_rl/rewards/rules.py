@@ -1,6 +1,6 @@
-"""Scorers that follow a rule. Scorer processes import this file, so it stays free of torch.
+"""Rule functions that score responses. Worker processes import this module, so it imports no torch.
 
-A scorer raises when a prompt cannot be scored (no answer, an answer that is not a number): that is never a 0 or a 1.
+A function raises if the prompt cannot be scored (no answer, an answer that is not a number) instead of returning 0.
 """
 
 import importlib.util
@@ -18,20 +18,21 @@ if TYPE_CHECKING:
     from hybrid_rl.batch import Prompt
 
 Scorer = Callable[["Prompt", str], float]
-"""(prompt, response text) -> its score. In a scorer process the prompt is a plain object with the fields of Prompt."""
+"""(prompt, response text) -> score. In a worker process the prompt is a plain object with the fields of Prompt."""
 
-# Digits may be grouped by commas; a minus right after a word or digit is a dash or a subtraction.
+# Digits may be grouped by commas; a minus directly after a word or digit is a dash or a subtraction, not a sign.
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _NUMBER = re.compile(rf"(?<![\w.])-?(?:{_DIGITS}/0*[1-9][0-9]*|{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)")
 _BOX = r"\boxed{"
 _ANSWER_TAGS = re.compile("<answer>(.*?)</answer>", re.DOTALL)
-# Python refuses to convert 4300 digits; a response that runs away in digits is wrong and no error.
+# Python refuses to convert 4300 digits or more; such a response is wrong, not an error.
 _MAX_NUMBER_CHARACTERS = 1000
-# Twice to parse and once to compare: below the time limit of a response, so that a hard one is wrong and no failure.
+# math-verify parses twice and compares once. Their sum stays below the default time limit of a response, so that an
+# expression that takes too long is wrong, not a failure.
 _MATH_TIMEOUT_S = 2
 
 TAG_NAMES = ("think_start", "think_end", "answer_start", "answer_end")
-"""The tags of a response format, in the order in which they must occur."""
+"""Tags of a response format, in the order in which they must occur."""
 DEFAULT_TAGS = {
     name: {"text": text, "num_occur": 1}
     for name, text in zip(TAG_NAMES, ("<think>", "</think>", "<answer>", "</answer>"), strict=True)
@@ -39,25 +40,25 @@ DEFAULT_TAGS = {
 
 
 def exact_match(prompt: "Prompt", response: str) -> float:
-    """Return 1 if the response is the answer, leading and trailing white space aside."""
+    """Return 1 if the response equals the answer, without leading and trailing white space."""
     return float(response.strip() == _answer(prompt).strip())
 
 
 def last_number(prompt: "Prompt", response: str) -> float:
     """Return 1 if the last number of the response equals the answer as a number: 1,000 = 1000.0 and 1/2 = 0.5.
 
-    The answer is a number alone, perhaps with a currency or per cent sign, or what follows `####` as in GSM8K.
+    The answer is a number, optionally with a currency or per cent sign, or the text after `####` as in GSM8K.
     """
     return _ends_in(response, _gold_number(prompt))
 
 
 def gsm8k(prompt: "Prompt", response: str) -> float:
-    """Return 1 if the response's answer equals the number after `####` in the prompt's, compared as in `last_number`.
+    """Return 1 if the response's result equals the number after `####` in the answer, compared as in `last_number`.
 
-    The response's answer is the last number inside the last <answer>...</answer>, else inside the last \\boxed{...},
-    else of the whole text. Tags or a box without a number are wrong: the text around them is not searched.
-    ColossalChat's scale, 1 for the form and 10 with the right answer, is `functions: [think_format, gsm8k]` with
-    `weights: [1, 9]`, but there a right answer in a wrong form gives 0.
+    The result is the last number inside the last <answer>...</answer>, else inside the last \\boxed{...}, else of the
+    whole text. Tags or a box without a number are wrong: the text around them is not searched. ColossalChat gives 1 for
+    the format and 10 for format and result; `functions: [think_format, gsm8k]` with `weights: [1, 9]` does the same,
+    except that a right result in a wrong format gives 9 instead of 0.
     """
     gold = _gold_number(prompt)
     tagged, box = _ANSWER_TAGS.findall(response), _last_box(response)
@@ -67,8 +68,9 @@ def gsm8k(prompt: "Prompt", response: str) -> float:
 def math(prompt: "Prompt", response: str) -> float:
     """Return 1 if math-verify finds the response's last \\boxed{...}, else its last expression, equal to the answer.
 
-    The answer is LaTeX or plain text, with or without $ or \\boxed; of a GSM8K answer what follows `####` counts. A
-    word is read as a product of letters, and only inside a box. A comparison of over 2 s is wrong.
+    The answer is LaTeX or plain text, with or without $ or \\boxed; of a GSM8K answer, the text after `####` is used. A
+    word is parsed as a product of letters, and only inside a box. A comparison that takes more than 2 s counts as
+    unequal.
     """
     import math_verify
 
@@ -76,17 +78,18 @@ def math(prompt: "Prompt", response: str) -> float:
     box = _last_box(answer)
     gold = _parse_math(answer.strip("$") if box is None else box, is_boxed=True)
     if not gold:
-        raise ValueError(f"the answer {answer[:80]!r} is no mathematical expression")
+        raise ValueError(f"the answer {answer[:80]!r} is not a mathematical expression")
     box = _last_box(response)
     found = _parse_math(response if box is None else box, is_boxed=box is not None)
     return float(math_verify.verify(gold, found, timeout_seconds=_MATH_TIMEOUT_S))
 
 
 def think_format(prompt: "Prompt", response: str) -> float:
-    """Return 1 if the response is a think block and then an answer block, and nothing else but white space.
+    """Return 1 if the response is a think block followed by an answer block, with nothing else but white space.
 
-    Every tag occurs once, or not at all where the `response_format_tags` of the conversation template say 0 (a chat
-    template may itself open the think block). Without a template: <think></think><answer></answer>.
+    Every tag must occur as often, once or never, as the `response_format_tags` of the conversation template say: a chat
+    template may already open the think block. Without a template the tags are <think></think><answer></answer>, once
+    each.
     """
     tags = prompt.metadata.get("response_format_tags", DEFAULT_TAGS)
     text, pattern = response.strip(), ""
@@ -99,9 +102,9 @@ def think_format(prompt: "Prompt", response: str) -> float:
 
 
 def reasoning_gym(prompt: "Prompt", response: str) -> float:
-    """Return the score, in [0, 1], that the prompt's reasoning_gym task gives.
+    """Return the score, in [0, 1], of the prompt's reasoning_gym task for the response.
 
-    Scored is the text in the last <answer>...</answer>, or the whole response when it has none.
+    The task scores the text in the last <answer>...</answer>, or the whole response if it has none.
     """
     gym = import_reasoning_gym()
     entry = prompt.metadata.get("entry")
@@ -113,10 +116,10 @@ def reasoning_gym(prompt: "Prompt", response: str) -> float:
 
 
 def import_reasoning_gym() -> ModuleType:
-    """Return the reasoning_gym package, imported only where it is used.
+    """Return the reasoning_gym package, which is imported only when it is needed.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: the package is not installed.
     """
     try:
         import reasoning_gym.factory
@@ -127,10 +130,10 @@ def import_reasoning_gym() -> ModuleType:
 
 
 def import_math_verify() -> ModuleType:
-    """Return the math_verify package, imported only where it is used.
+    """Return the math_verify package, which is imported only when it is needed.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: the package is not installed.
     """
     try:
         import math_verify
@@ -152,14 +155,16 @@ FUNCTIONS: dict[str, Scorer] = {
 
 
 def load_scorer(name: str) -> Scorer:
-    """Return the scorer of a name in `FUNCTIONS`, or the function of `path.py:function`, the path relative to here.
+    """Return a rule function.
 
+    Args:
+        name: a name in `FUNCTIONS`, or `path.py:function` with a path relative to the working directory.
     Raises:
-        ConfigError: the name, the file or the function does not exist, or the file cannot be run.
+        ConfigError: the name, the file or the function does not exist, or the file raises when it is run.
     """
     if name in FUNCTIONS:
         if name in _IMPORTS:
-            _IMPORTS[name]()  # takes over a second, which no response's time limit should pay
+            _IMPORTS[name]()  # a slow import, which must not count against the time limit of the first response
         return FUNCTIONS[name]
 
     path, colon, function = name.rpartition(":")
@@ -189,13 +194,13 @@ def _gold_number(prompt: "Prompt") -> str:
 
 
 def _ends_in(text: str, gold: str) -> float:
-    """Return 1 if the last number of a text is gold."""
+    """Return 1 if the last number of a text equals `gold`."""
     numbers = _NUMBER.findall(text.replace("\u2212", "-"))
     return float(bool(numbers) and _value(numbers[-1]) == _value(gold))
 
 
 def _last_box(text: str) -> str | None:
-    """Return what the last \\boxed{...} of a text holds, None when there is none or it is not closed."""
+    """Return the content of the last \\boxed{...} of a text; None if there is none or it is not closed."""
     start, depth = text.rfind(_BOX), 1
     for place in range(start + len(_BOX), len(text)) if start >= 0 else ():
         depth += {"{": 1, "}": -1}.get(text[place], 0)
@@ -205,7 +210,7 @@ def _last_box(text: str) -> str | None:
 
 
 def _parse_math(text: str, *, is_boxed: bool) -> list[Any]:
-    """Return the expression of a text in math-verify's form; empty when there is none."""
+    """Return the expressions of a text as math-verify parses them; empty if there is none."""
     import math_verify
 
     return math_verify.parse(f"{_BOX}{text}}}" if is_boxed else text, parsing_timeout=_MATH_TIMEOUT_S)
@@ -219,7 +224,7 @@ def _run_file(path: Path, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"hybrid_rl_scorer_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look their module up
+    sys.modules[spec.name] = module  # dataclasses and pickle look up the module by name
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:

@@ -1,6 +1,6 @@
-"""A scorer process: receives one response at a time, sends back one result per function. Started by pool.py.
+"""The program of a worker process of `pool.py`: it receives one response at a time and sends one result per function.
 
-It sends None once its scorers are loaded, then a float for a score and a string for a failure.
+It first sends None when its functions are loaded; afterwards a float is a score and a string the reason for a failure.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from hybrid_rl.rewards.rules import Scorer, load_scorer
 
 
 def serve(connection: Connection) -> None:
-    """Score what arrives until the other end closes."""
+    """Score the responses that arrive until the other end of the connection closes."""
     names, timeout_s = connection.recv()
     try:
         scorers = [load_scorer(name) for name in names]
@@ -28,7 +28,7 @@ def serve(connection: Connection) -> None:
 
     while True:
         fields, response = connection.recv()
-        # The pool kills at timeout_s. This ends what hangs after the pool itself has died, the GIL held or not.
+        # The pool kills this process at timeout_s. If the pool has died, this timer does, also while the GIL is held.
         faulthandler.dump_traceback_later(timeout_s + 5, exit=True)
         for scorer in scorers:
             connection.send(_score(scorer, SimpleNamespace(**fields), response))
@@ -38,15 +38,15 @@ def serve(connection: Connection) -> None:
 def _score(scorer: Scorer, prompt: Any, response: str) -> float | str:
     try:
         value: Any = scorer(prompt, response)
-        if hasattr(value, "item"):  # a scalar of numpy or torch
+        if hasattr(value, "item"):  # a scalar of NumPy or torch
             value = value.item()
         if not isinstance(value, int | float):
             return f"returned {type(value).__name__} {str(value)[:80]!r}, not a number"
         return float(value) if math.isfinite(value) else f"returned {value}"
-    except BaseException as error:  # exit() too
+    except BaseException as error:  # includes SystemExit
         return _describe(error)
     finally:
-        # A scorer's alarm must not go off in the next one.
+        # An alarm that this function has set must not fire in the next one.
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 

@@ -1,4 +1,4 @@
-"""Remote rewards, asked of real HTTP servers in this process."""
+"""Remote scores, requested from real HTTP servers in this process."""
 
 import itertools
 import json
@@ -9,10 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from hybrid_rl.batch import Prompt, Rollout
 from hybrid_rl.config import ConfigError, RewardConfig
 from hybrid_rl.rewards import RemoteScorer, ScorerPool
 from hybrid_rl.rewards.scoring import RewardSources, score_responses
+from tests.conftest import make_rollout
 
 
 class Service:
@@ -32,7 +32,7 @@ class Service:
                     self.end_headers()
                     self.wfile.write(text.encode())
                 except BrokenPipeError:
-                    pass  # the client's time was over
+                    pass  # the client has timed out
 
             def log_message(self, *_):
                 pass
@@ -48,7 +48,7 @@ class Service:
 
 @pytest.fixture
 def serve():
-    """Return a function that starts a service; all end with the test."""
+    """Return a function that starts a service, which ends with the test."""
     services = []
 
     def start(reply):
@@ -65,14 +65,14 @@ def lengths(body, key="rewards"):
 
 
 def make_rollouts(texts):
+    """Return a response with each text; prompt 1 has no answer, the others have their number."""
     return [
-        Rollout(
-            prompt=Prompt(prompt_id=n, text=f"{n}+0=", token_ids=[1], answer=None if n == 1 else str(n)),
+        make_rollout(
+            prompt_id=n,
             sequence_id=10 + n,
-            response_ids=[1],
-            rollout_logprobs=[0.0],
-            is_truncated=False,
             text=text,
+            prompt_text=f"{n}+0=",
+            answer=None if n == 1 else str(n),
         )
         for n, text in enumerate(texts)
     ]
@@ -86,7 +86,7 @@ def score(urls, rollouts=ROLLOUTS, *, timeout_s=60.0, retries=0):
 
 
 @pytest.mark.parametrize("key", ["rewards", "scores"])
-def test_rewards_come_in_order_and_the_service_sees_all_it_needs(serve, key):
+def test_scores_keep_the_order_and_requests_hold_prompts_responses_and_answers(serve, key):
     service = serve(lambda body: lengths(body, key))
     assert score([service.url]) == [1, 2, 3, 4, 5]
     assert service.bodies == [
@@ -101,7 +101,7 @@ def test_rewards_come_in_order_and_the_service_sees_all_it_needs(serve, key):
 
 
 def test_a_batch_is_spread_over_the_services_at_the_same_time(serve):
-    meeting = threading.Barrier(2, timeout=60)  # neither answers before both are asked
+    meeting = threading.Barrier(2, timeout=60)  # each answers only when both have a request
 
     def reply(body):
         meeting.wait()
@@ -119,9 +119,9 @@ def test_more_services_than_responses(serve):
     assert [len(service.bodies) for service in services] == [1, 1, 0]
 
 
-def test_the_part_of_a_service_that_is_down_goes_to_the_next(serve):
+def test_a_request_to_a_service_that_is_down_goes_to_the_next_one(serve):
     service, held = serve(lengths), socket.socket()
-    held.bind(("127.0.0.1", 0))  # so that nobody else listens there
+    held.bind(("127.0.0.1", 0))  # bound, so that no other process listens on this port
     down = f"http://127.0.0.1:{held.getsockname()[1]}/get_reward"
     for urls in ([down, service.url], [service.url, down]):
         assert score(urls, retries=1) == [1, 2, 3, 4, 5]
@@ -133,7 +133,7 @@ def test_the_part_of_a_service_that_is_down_goes_to_the_next(serve):
     held.close()
 
 
-def test_a_service_that_recovers_is_asked_again_after_growing_pauses(serve):
+def test_retries_follow_after_pauses_that_double(serve):
     times = []
 
     def reply(body):
@@ -154,7 +154,7 @@ def test_a_failed_request_names_service_status_and_sample(serve):
     assert "first prompt_id 3, sequence_id 13, after 3 attempts" in str(caught.value)
 
 
-def test_a_silent_service_costs_its_time_and_the_next_one_answers(serve):
+def test_a_silent_service_times_out_and_the_next_one_answers(serve):
     over = threading.Event()
 
     def silent(body):
@@ -188,7 +188,7 @@ def test_a_silent_service_costs_its_time_and_the_next_one_answers(serve):
         ("fine", "the answer is not JSON: 'fine'"),
     ],
 )
-def test_a_wrong_answer_is_an_error_and_not_asked_for_again(serve, text, message):
+def test_a_malformed_answer_is_an_error_without_a_retry(serve, text, message):
     service = serve(lambda _: (200, text))
     with pytest.raises(RuntimeError) as caught:
         score([service.url], retries=3)
@@ -210,7 +210,7 @@ def test_settings_are_checked(urls, settings, message):
         RemoteScorer(urls, **{"timeout_s": 1, "retries": 0, **settings})
 
 
-def test_a_remote_score_counts_with_its_weight_beside_the_functions(serve):
+def test_a_remote_score_is_added_with_its_weight_to_the_functions(serve):
     service = serve(lengths)
     rollouts = make_rollouts(["a", "bbb"])
     remote = RemoteScorer([service.url], timeout_s=60, retries=0)
@@ -219,5 +219,5 @@ def test_a_remote_score_counts_with_its_weight_beside_the_functions(serve):
         found = score_responses(rollouts, sources, RewardConfig(functions=["exact_match"], remote_weight=0.5))
     assert found.parts["remote"].tolist() == [1, 3]
     assert found.scores.tolist() == [0.5, 1.5]  # neither text is its prompt's answer
-    # Prompt 1 has no answer to compare with: that is a failure, counted beside the others' in a sum of parts.
+    # Prompt 1 has no answer to compare with, which is a failure; adding two results adds their failures.
     assert (found + found.select([1])).sums["reward/num_failed"] == 2 * found.num_failed == 2
