@@ -1,4 +1,4 @@
-"""Texts become token ids that end where the policy would end, and their loss does not depend on how it is cut."""
+"""The ptx loss is that of the formula, and does not depend on micro-batches, ZeRO stage or number of ranks."""
 
 import json
 import math
@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from hybrid_rl.batch import Prompt, Rollout, make_train_batch
 from hybrid_rl.config import ConfigError, ModelsConfig, OptimizerConfig, PtxConfig, UpdateConfig
-from hybrid_rl.data.texts import load_texts
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
 from hybrid_rl.models.loading import load_actor
@@ -23,89 +21,6 @@ from hybrid_rl.steps.update import update_actor
 
 CPU = torch.device("cpu")
 TEXTS = [[5, 9, 12, 30, 0], [3, 0], [8, 7, 6, 5, 4, 3, 0], [20, 21, 22, 0], [9, 9, 9, 9, 9, 9]]
-WORDS = ["<eos>", "<bos>", "\n", *"abcdefgh"]
-
-
-def make_tokenizer(*, adds_bos: bool = False, template: str | None = None) -> PreTrainedTokenizerBase:
-    """Return a tokenizer of single letters: <eos> 0, <bos> 1, line break 2, a to h 3 to 10."""
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="h"))
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    if adds_bos:
-        core.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", bos_token="<bos>")
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def write(folder: Path, *values: Any, column: str = "text") -> PtxConfig:
-    path = folder / "texts.jsonl"
-    path.write_text("".join(json.dumps({column: value}) + "\n" for value in values))
-    return PtxConfig(path=str(path))
-
-
-CHAT = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
-OPEN = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
-CLOSED = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}<eos>\n{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    "value, adds_bos, template, expected",
-    [
-        ("abc", False, None, [3, 4, 5, 0]),
-        ("abc", True, None, [1, 3, 4, 5, 0]),
-        ("abc<eos>", True, None, [1, 3, 4, 5, 0]),
-        ("a<eos>b", False, None, [3, 0, 4, 0]),  # an EOS inside ends nothing
-        ("a\n", False, None, [3, 2, 0]),
-        (CHAT, True, OPEN, [1, 3, 4, 2, 5, 6, 2, 0]),  # the template's BOS and the tokenizer's are one
-        (CHAT, False, CLOSED, [1, 3, 4, 0, 2, 5, 6, 0]),  # nothing after the last EOS, the policy never samples it
-    ],
-)
-def test_token_ids_by_hand(tmp_path, value, adds_bos, template, expected):
-    tokenizer = make_tokenizer(adds_bos=adds_bos, template=template)
-    assert load_texts(write(tmp_path, value), tokenizer) == [expected]
-
-
-def test_long_texts_are_cut_and_the_column_is_read(tmp_path):
-    config = write(tmp_path, "abc", "abcdefgh", column="body")
-    config = PtxConfig(path=config.path, column="body", max_tokens=4)
-    assert load_texts(config, make_tokenizer()) == [[3, 4, 5, 0], [3, 4, 5, 6]]
-
-
-def test_chat_in_a_csv_field(tmp_path):
-    path = tmp_path / "texts.csv"
-    path.write_text('text\n"' + json.dumps(CHAT).replace('"', '""') + '"\n')
-    assert load_texts(PtxConfig(path=str(path)), make_tokenizer(template=OPEN)) == [[1, 3, 4, 2, 5, 6, 2, 0]]
-
-
-@pytest.mark.parametrize(
-    "values, changes, message",
-    [
-        (["abc"], {"path": "nowhere.jsonl"}, r"ptx\.path = nowhere\.jsonl: no such file or folder"),
-        (["abc"], {"column": "body"}, r"row 0 has no column 'body'; set ptx\.column to one of: text"),
-        ([], {}, "holds no rows"),
-        (["abc", ""], {}, r"row 1: gives 1 of at most ptx\.max_tokens = 512 tokens, needs 2 or more"),
-        (["abc"], {"max_tokens": 1}, r"row 0: gives 1 of at most ptx\.max_tokens = 1 tokens"),
-        (["abc", 7], {}, r"row 1: 'text' \(ptx\.column\) must be text, or a list of messages .*; got '7'"),
-        ([CHAT], {}, "row 0 is a chat but the tokenizer '.*' has no chat template"),
-    ],
-)
-def test_what_cannot_be_read_is_named(tmp_path, values, changes, message):
-    config = write(tmp_path, *values)
-    with pytest.raises(ConfigError, match=message):
-        load_texts(PtxConfig(**{"path": config.path, **changes}), make_tokenizer())
-
-
-def test_template_that_refuses_and_a_tokenizer_without_eos(tmp_path):
-    refusing = make_tokenizer(template="{{ raise_exception('no assistant here') }}")
-    with pytest.raises(ConfigError, match="row 0: the tokenizer's chat template refuses its messages: no assistant"):
-        load_texts(write(tmp_path, CHAT), refusing)
-    endless = make_tokenizer()
-    endless.eos_token = None
-    with pytest.raises(ConfigError, match="has no EOS token"):
-        load_texts(write(tmp_path, "abc"), endless)
-
-
-# The loss
 
 
 def make_engine(folder: Path, world: World, stage: int = 2) -> DeepSpeedEngine:
