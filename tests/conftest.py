@@ -1,5 +1,6 @@
 """What the tests of several files share: tiny models, responses, steps, and two ranks."""
 
+import dataclasses
 import gc
 import itertools
 import json
@@ -27,6 +28,7 @@ from transformers import (
 )
 
 from hybrid_rl.batch import Packed, Prompt, Rollout, make_train_batch, pack
+from hybrid_rl.config import Config, ModelsConfig, PromptsConfig, RewardConfig
 from hybrid_rl.models.packed import packed_inputs
 
 ROOT = Path(__file__).parents[1]
@@ -100,6 +102,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lines = [json.dumps({"prompt": f"{i}+{i % 3}=", "answer": str(i + i % 3)}) for i in rows]
         (root / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     return root
+
+
+VALID_CONFIG = Config(
+    models=ModelsConfig(actor="a"), prompts=PromptsConfig(path="p"), reward=RewardConfig(functions=["exact_match"])
+)
+"""The least that `validate` accepts."""
+
+
+def change(config: Any, changes: dict[str, Any]) -> Any:
+    """Return the config with dotted fields replaced."""
+    for name, value in changes.items():
+        section, _, rest = name.partition(".")
+        value = change(getattr(config, section), {rest: value}) if rest else value
+        config = dataclasses.replace(config, **{section: value})
+    return config
 
 
 def make_rollout(

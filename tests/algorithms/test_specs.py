@@ -19,20 +19,11 @@ from hybrid_rl.algorithms.specs import (
     PolicyLossSpec,
 )
 from hybrid_rl.batch import make_train_batch
-from hybrid_rl.config import (
-    AdvantageConfig,
-    Config,
-    ConfigError,
-    ModelsConfig,
-    PromptsConfig,
-    RewardConfig,
-    RolloutConfig,
-    UpdateConfig,
-)
+from hybrid_rl.config import AdvantageConfig, ConfigError, UpdateConfig
 from hybrid_rl.distributed import World
 from hybrid_rl.steps.advantages import add_advantages
 from hybrid_rl.validate import validate
-from tests.conftest import make_rollout
+from tests.conftest import VALID_CONFIG, change, make_rollout
 
 TABLES = {
     "estimator": (AdvantageConfig, ESTIMATORS, estimators),
@@ -63,24 +54,13 @@ def test_settings_and_rules_load_no_torch():
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
 
 
-def config_with(*, group_size: int, estimator: str = "grpo", **update: object) -> Config:
-    return Config(
-        models=ModelsConfig(actor="a"),
-        prompts=PromptsConfig(path="p"),
-        reward=RewardConfig(functions=["exact_match"]),
-        rollout=RolloutConfig(group_size=group_size),
-        advantage=AdvantageConfig(estimator=estimator),
-        update=UpdateConfig(**update),
-    )
-
-
 def test_a_new_estimator_is_one_function_and_one_line(monkeypatch):
     """Reward minus the worst of the group, whitened: rewards 1, 3 | 2, 6 give 0, 2 | 0, 4 with mean 1.5."""
     monkeypatch.setitem(ESTIMATORS, "worst", EstimatorSpec(compares_group=True, is_whitened=True))
     monkeypatch.setattr(estimators, "worst", lambda rewards, lengths: rewards - rewards.min(), raising=False)
     with pytest.raises(ConfigError, match=r"group_size = 1: advantage\.estimator = worst needs 2 or more"):
-        validate(config_with(group_size=1, estimator="worst"))
-    config = validate(config_with(group_size=2, estimator="worst"))
+        validate(change(VALID_CONFIG, {"advantage.estimator": "worst"}))
+    config = validate(change(VALID_CONFIG, {"advantage.estimator": "worst", "rollout.group_size": 2}))
     assert not config.has_critic and not config.needs_greedy
 
     batch = make_train_batch([make_rollout(prompt_id=i // 2, sequence_id=i) for i in range(4)])
@@ -101,9 +81,9 @@ def test_a_new_policy_loss_is_one_function_and_one_line(monkeypatch):
         return -tokens.advantages * ratio, torch.zeros_like(ratio, dtype=torch.bool)
 
     monkeypatch.setattr(policy_loss, "unclipped", unclipped, raising=False)
-    validate(config_with(group_size=2, policy_loss="unclipped"))
+    config = validate(change(VALID_CONFIG, {"update.policy_loss": "unclipped"}))
     with pytest.raises(ConfigError, match=r"needs update\.policy_loss = clip or gspo, not unclipped"):
-        validate(config_with(group_size=2, policy_loss="unclipped", dual_clip=3.0))
+        validate(change(config, {"update.dual_clip": 3.0}))
     logprobs = torch.tensor([2.0, 0.5]).log()
     loss, is_clipped = policy_loss.policy_loss(
         logprobs, torch.zeros(2), torch.tensor([3.0, -2]), kind="unclipped", clip_low=0.2, clip_high=0.2

@@ -1,0 +1,228 @@
+"""Every rule that needs no file: what it refuses, in which words, and the boundaries that it allows."""
+
+from typing import Any
+
+import pytest
+
+from hybrid_rl.config import ConfigError
+from hybrid_rl.validate import validate
+from tests.conftest import VALID_CONFIG, change
+
+POSITIVE = [
+    "run.num_steps",
+    "prompts.max_prompt_tokens",
+    "prompts.num_generated",
+    "prompts.max_eval_samples",
+    "rollout.tensor_parallel_size",
+    "rollout.rollout_batch_size",
+    "rollout.group_size",
+    "rollout.max_response_tokens",
+    "rollout.temperature",
+    "rollout.max_num_seqs",
+    "reward.timeout_s",
+    "reward.num_workers",
+    "update.num_epochs",
+    "update.mini_batch_size",
+    "update.micro_batch_tokens",
+    "sync.bucket_bytes",
+    "checkpoint.keep_last",
+    "run.eval_samples",
+    "reward.remote_timeout_s",
+    "reward.clip",
+    "advantage.length_adaptive_alpha",
+    "advantage.kl_target",
+    "advantage.kl_horizon",
+    "update.sequence_parallel_size",
+    "update.tensor_parallel_size",
+    "update.dual_clip",
+    "models.ema_decay",
+    "ptx.batch_size",
+    "ptx.max_tokens",
+]
+NOT_NEGATIVE = [
+    "run.eval_every_steps",
+    "reward.truncation_penalty",
+    "advantage.kl_coef",
+    "update.clip_high",
+    "update.value_clip",
+    "update.actor.lr",
+    "update.critic.warmup_steps",
+    "sync.num_verified",
+    "checkpoint.every_steps",
+    "reward.overlong_buffer",
+    "reward.overlong_penalty",
+    "reward.remote_retries",
+    "models.reference_sync_steps",
+    "models.lora.rank",
+    "rollout.dynamic_filtering_max_retries",
+    "update.critic_warmup_steps",
+]
+RULES: list[tuple[dict[str, Any], str]] = [
+    *[({name: value}, f"{name} = {value}: must be greater than 0") for name in POSITIVE for value in (0, -3)],
+    ({"rollout.temperature": float("nan")}, "rollout.temperature = nan: must be greater than 0"),
+    ({"run.profile_steps": (4, 3)}, "run.profile_steps = [4, 3]: must be a first and a last step, from 1 on"),
+    ({"run.profile_steps": (0, 3)}, "run.profile_steps = [0, 3]: must be a first and a last step, from 1 on"),
+    *[({name: -1}, f"{name} = -1: must not be negative") for name in NOT_NEGATIVE],
+    (
+        {"checkpoint.phase_log": True, "checkpoint.every_steps": 0},
+        "checkpoint.phase_log = true: needs checkpoint.every_steps > 0, or the log would grow without end",
+    ),
+    ({"models.actor": ""}, "models.actor is empty: give a Hugging Face folder"),
+    ({"prompts.path": ""}, "prompts.path is empty: give a file, a dataset folder or reasoning_gym:<task>"),
+    (
+        {"reward.functions": []},
+        "models.reward is null, reward.functions and reward.remote_urls are empty: one must score the responses",
+    ),
+    ({"reward.weights": [1.0, 2.0]}, "reward.weights has 2 values, reward.functions 1: one each"),
+    ({"reward.weights": []}, "reward.weights has 0 values, reward.functions 1: one each"),
+    *[
+        ({"advantage.estimator": e}, f"rollout.group_size = 1: advantage.estimator = {e} needs 2 or more")
+        for e in ("grpo", "rloo", "dr_grpo", "opo", "reinforce_pp_baseline")
+    ],
+    (
+        {"advantage.estimator": "ppo"},
+        "advantage.estimator = ppo: must be one of gae, grpo, rloo, dr_grpo, opo, reinforce_pp, reinforce_pp_baseline, "
+        "remax",
+    ),
+    ({"update.policy_loss": "ppo"}, "update.policy_loss = ppo: must be one of clip, gspo, cispo, pg"),
+    *[
+        (
+            {"advantage.estimator": "reinforce_pp", f"advantage.{name}": 0.5},
+            f"advantage.{name} = 0.5: needs advantage.estimator = gae",
+        )
+        for name in ("critic_lambda", "length_adaptive_alpha")
+    ],
+    ({"update.dual_clip": 1.0}, "update.dual_clip = 1.0: must be greater than 1"),
+    *[
+        (
+            {"update.dual_clip": 3.0, "update.policy_loss": loss},
+            f"update.dual_clip = 3.0: needs update.policy_loss = clip or gspo, not {loss}",
+        )
+        for loss in ("cispo", "pg")
+    ],
+    (
+        {"advantage.kl_unbiased": True},
+        "advantage.kl_unbiased = true: needs advantage.kl_in = loss; a KL in the reward has no gradient of its own",
+    ),
+    (
+        {"advantage.kl_target": 1.0, "advantage.kl_coef": 0.1, "advantage.kl_horizon": 25},
+        "advantage.kl_horizon = 25: must be above a fifth of the 128 responses of a step, or one step could take "
+        "kl_coef to 0",
+    ),
+    ({"advantage.kl_target": 1.0}, "advantage.kl_target = 1.0: needs advantage.kl_coef > 0 to start from"),
+    (
+        {"models.reference_sync_steps": 4},
+        "models.reference_sync_steps = 4: needs a reference of its own; set advantage.kl_coef above 0 and, with "
+        "models.lora, models.reference",
+    ),
+    ({"models.reference_mixup_alpha": 0.0}, "models.reference_mixup_alpha = 0.0: must lie in (0, 1]"),
+    ({"models.ema_decay": 1.0}, "models.ema_decay = 1.0: must lie in (0, 1)"),
+    ({"rollout.stop_strings": ["a", ""]}, "rollout.stop_strings holds an empty text, which ends every response"),
+    (
+        {"rollout.dynamic_filtering_reward_range": (1.0, 1.0), "rollout.group_size": 2},
+        "rollout.dynamic_filtering_reward_range = [1.0, 1.0]: the first must be below the second",
+    ),
+    (
+        {"rollout.dynamic_filtering_reward_range": (0.0, 1.0)},
+        "rollout.group_size = 1: rollout.dynamic_filtering_reward_range needs 2 or more",
+    ),
+    (
+        {"update.correction_low": 1.5},
+        "update.correction_low = 1.5, correction_high = 2.0: must lie on both sides of 1, the lower one not below 0",
+    ),
+    (
+        {"update.old_logprobs": "rollout", "update.correction": "tis"},
+        "update.correction = tis: update.old_logprobs = rollout leaves no ratio between the engines",
+    ),
+    (
+        {"update.zero_stage": 0, "update.critic.kind": "cpu_adam"},
+        "update.critic.kind = cpu_adam: needs update.zero_stage 1 to 3",
+    ),
+    ({"ptx.path": "t", "ptx.coef": 1.0}, "ptx.coef = 1.0: must lie in (0, 1)"),
+    (
+        {"ptx.path": "t", "ptx.max_tokens": 8193},
+        "ptx.max_tokens = 8193: must not exceed update.micro_batch_tokens = 8192",
+    ),
+    (
+        {"reward.overlong_buffer": 257},
+        "reward.overlong_buffer = 257: must not exceed rollout.max_response_tokens = 256",
+    ),
+    *[
+        ({f"advantage.{name}": value}, f"advantage.{name} = {value}: must lie in [0, 1]")
+        for name in ("gamma", "gae_lambda")
+        for value in (-0.1, 1.01, float("nan"))
+    ],
+    (
+        {"update.mini_batch_size": 48, "rollout.rollout_batch_size": 10, "rollout.group_size": 4},
+        "update.mini_batch_size = 48: must divide the 40 responses of a step "
+        "(rollout.rollout_batch_size 10 x rollout.group_size 4)",
+    ),
+    (
+        {"update.micro_batch_tokens": 767},
+        "update.micro_batch_tokens = 767: must hold one sequence, prompts.max_prompt_tokens 512 + "
+        "rollout.max_response_tokens 256 = 768",
+    ),
+    (
+        {"rollout.tensor_parallel_size": 2, "rollout.engine": "hf"},
+        "rollout.tensor_parallel_size = 2: needs rollout.engine = vllm, not hf",
+    ),
+    (
+        {"update.tensor_parallel_size": 2, "update.zero_stage": 3},
+        "update.tensor_parallel_size = 2: needs update.zero_stage 0 to 2, not 3",
+    ),
+    (
+        {"update.tensor_parallel_size": 2, "update.sequence_parallel_size": 4},
+        "update.tensor_parallel_size = 2: needs update.sequence_parallel_size = 1, not 4",
+    ),
+    (
+        {"update.tensor_parallel_size": 2, "models.lora.rank": 8},
+        "update.tensor_parallel_size = 2: needs models.lora.rank = 0, not 8; DeepSpeed shards no layer with adapters",
+    ),
+    ({"update.clip_low": -0.1}, "update.clip_low = -0.1: must lie in [0, 1)"),
+    ({"update.clip_low": 1.0}, "update.clip_low = 1.0: must lie in [0, 1)"),
+    (
+        {"update.zero_stage": 0, "memory.swap": "deepspeed"},
+        "memory.swap = deepspeed: DeepSpeed cannot offload update.zero_stage = 0; use 1 to 3, or swap = vmm or off",
+    ),
+]
+
+
+@pytest.mark.parametrize("changes, sentence", RULES, ids=lambda x: str(x)[:40])
+def test_a_broken_rule_is_named_in_one_sentence(changes, sentence):
+    with pytest.raises(ConfigError) as error:
+        validate(change(VALID_CONFIG, changes))
+    assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"reward.functions": [], "models.reward": "r"},
+        {"reward.weights": [0.0]},
+        {"advantage.estimator": "grpo", "rollout.group_size": 2},
+        {"advantage.gamma": 0.0, "advantage.gae_lambda": 1.0},
+        {"update.micro_batch_tokens": 768},
+        {"update.clip_low": 0.0},
+        {"update.clip_low": 1.0, "update.policy_loss": "cispo"},
+        {"update.dual_clip": 1.5},
+        {"update.dual_clip": 1.5, "update.policy_loss": "gspo"},
+        {"advantage.critic_lambda": 1.0, "advantage.length_adaptive_alpha": 0.05},
+        {"advantage.estimator": "reinforce_pp"},
+        {"advantage.estimator": "remax"},
+        {"advantage.kl_target": 1.0, "advantage.kl_coef": 0.1, "advantage.kl_horizon": 26},
+        {"advantage.kl_unbiased": True, "advantage.kl_in": "loss"},
+        {"models.reference_sync_steps": 4, "models.reference_mixup_alpha": 1.0, "advantage.kl_coef": 0.1},
+        {"rollout.dynamic_filtering_reward_range": (0.0, 1.0), "rollout.group_size": 2},
+        {"update.correction": "tis", "update.correction_low": 0.0, "update.correction_high": 1.0},
+        {"reward.overlong_buffer": 256},
+        {"ptx.path": "t", "ptx.coef": 0.5, "ptx.max_tokens": 8192},
+        {"update.zero_stage": 0, "memory.swap": "off"},
+        {"update.tensor_parallel_size": 1, "update.zero_stage": 3, "update.sequence_parallel_size": 4},
+        {"rollout.rollout_batch_size": 16, "rollout.group_size": 8},
+    ],
+    ids=str,
+)
+def test_values_on_the_boundary_are_allowed(changes):
+    config = change(VALID_CONFIG, changes)
+    assert validate(config) is config
