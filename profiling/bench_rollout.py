@@ -116,11 +116,11 @@ def busy_and_wall(events: Iterable[dict[str, Any]]) -> tuple[float, float]:
 
 def trace(engine: VllmEngine, prompts: list[list[int]], arguments: argparse.Namespace) -> None:
     """Print what the device and CUDA's runtime do in a decode step, and for how much of it the device works."""
-    config = engine._llm.llm_engine.vllm_config.profiler_config
+    config = engine.llm.llm_engine.vllm_config.profiler_config
     before = set(Path(config.torch_profiler_dir).glob("*.json.gz"))
-    engine._llm.start_profile()
+    engine.llm.start_profile()
     seconds(engine, prompts, argparse.Namespace(**vars(arguments) | {"repeats": 1}), has_seeds=True)
-    engine._llm.stop_profile()
+    engine.llm.stop_profile()
     events: list[dict[str, Any]] = []
     for path in set(Path(config.torch_profiler_dir).glob("*.json.gz")) - before:
         with gzip.open(path) as file:

@@ -150,7 +150,7 @@ def bench_handles(bench: Bench, trainer: Trainer, engine: VllmEngine) -> None:
 
     def send(weights: dict[str, Tensor]) -> None:
         message = pickle.dumps([(name, reduce_tensor(t)[1]) for name, t in weights.items()])
-        engine._llm.collective_rpc("bench_load", args=(message,))
+        engine.llm.collective_rpc("bench_load", args=(message,))
 
     bench.time("one handle per parameter, one message", lambda: send(weights))
     bench.time("one handle and one message per parameter", lambda: [send({name: t}) for name, t in weights.items()])
@@ -160,7 +160,7 @@ class Client:
     """What vLLM's sender asks of an engine, through our own messages."""
 
     def __init__(self, engine: VllmEngine) -> None:
-        self._llm = engine._llm
+        self._llm = engine.llm
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call a method of the engine's worker."""

@@ -176,7 +176,7 @@ class Routes:
                     f"engine parameter {name}: {count} of {parameter.numel()} elements come from the trainer"
                 )
 
-    def bind(self) -> None:
+    def alias(self) -> None:
         """Make every parameter a view of the bucket: what the trainer writes there, the model then computes with.
 
         Raises:
@@ -202,7 +202,7 @@ class Routes:
                 raise RuntimeError(f"engine parameter {name} would end behind the trainer's buffer")
             parameter.data = flat.as_strided(parameter.shape, parameter.stride(), place)
 
-    def unbind(self) -> None:
+    def close(self) -> None:
         """Let go of the bucket; the model computes with nothing after that."""
         for parameter in self._model.parameters():
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)

@@ -16,6 +16,7 @@ from hybrid_rl.config import Config, OptimizerConfig, SyncConfig
 from hybrid_rl.engines import Generation, Sampling
 from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.engines.vllm.engine import VllmEngine
+from hybrid_rl.engines.vllm.sampling import sampling_params
 from hybrid_rl.memory.residency import Phase
 from hybrid_rl.monitoring.timeline import Timeline
 from hybrid_rl.run import Run
@@ -222,19 +223,19 @@ def test_prefix_cache_that_is_not_dropped_is_an_error(
 ):
     """The real engine does not drop it while a request runs."""
     sync, engine = side
-    parameters = engine._sampling_params(Sampling(temperature=0, max_tokens=40, stop_token_ids=()), None)
+    parameters = sampling_params(Sampling(temperature=0, max_tokens=40, stop_token_ids=()), None)
     for number in range(100):  # 16 at a time: a hand-over takes a tenth of the time that they do
-        engine._llm.llm_engine.add_request(f"running {number}", {"prompt_token_ids": [5]}, parameters)
+        engine.llm.llm_engine.add_request(f"running {number}", {"prompt_token_ids": [5]}, parameters)
     with pytest.raises(RuntimeError, match="keeps its prefix cache of older weights: requests are still running"):
         sync.sync()
-    while engine._llm.llm_engine.has_unfinished_requests():
-        engine._llm.llm_engine.step()
+    while engine.llm.llm_engine.has_unfinished_requests():
+        engine.llm.llm_engine.step()
     sync.sync()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_responses_sent_whole_are_those_sent_token_by_token(pair: Pair, temperature: float):
-    """Stop strings are looked for in this process, which needs every token at once; see vllm_scheduler.py."""
+    """Stop strings are looked for in this process, which needs every token at once; see engines/vllm/scheduler.py."""
     pair.copies.sync()
     tokenizer, prompts = pair.run.data.tokenizer, [p.token_ids for p in pair.run.data.eval_prompts] * 4
     free = Sampling(temperature=temperature, max_tokens=12, stop_token_ids=())
@@ -253,7 +254,7 @@ def test_responses_sent_whole_are_those_sent_token_by_token(pair: Pair, temperat
 
 def test_no_prompt_is_split_on_a_cpu(pair: Pair):
     """vLLM ends with an error where it has to take back what a seeded request drew at the end of a part."""
-    assert not pair.copy_engine._llm.llm_engine.vllm_config.scheduler_config.enable_chunked_prefill
+    assert not pair.copy_engine.llm.llm_engine.vllm_config.scheduler_config.enable_chunked_prefill
 
 
 def test_engine_that_dropped_its_copies_refuses(pair: Pair):

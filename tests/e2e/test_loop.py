@@ -228,7 +228,7 @@ def test_close_leaves_no_process_and_no_shared_memory(live: Live):
 
 def test_fresh_engine_on_the_export_generates_the_same(live: Live):
     live.close()
-    from hybrid_rl.engines.vllm.engine import engine_environment
+    from hybrid_rl.engines.vllm.environment import engine_environment
 
     with engine_environment():
         import vllm

@@ -21,7 +21,8 @@ from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import Sampling
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine, lr_factor
 from hybrid_rl.engines.huggingface import HuggingFaceEngine
-from hybrid_rl.engines.vllm.engine import graph_sizes, remove_shared_memory
+from hybrid_rl.engines.vllm.arguments import graph_sizes
+from hybrid_rl.engines.vllm.shared_memory import remove_shared_memory
 from hybrid_rl.models.loading import load_actor
 from hybrid_rl.models.packed import Actor, packed_inputs
 from hybrid_rl.models.tokenizer import load_tokenizer
@@ -436,7 +437,7 @@ def test_shared_memory_of_a_killed_process_is_removed():
     source = """
 import os, signal
 from multiprocessing.shared_memory import SharedMemory
-from hybrid_rl.engines.vllm.worker import mapped_shared_memory
+from hybrid_rl.engines.vllm.shared_memory import mapped_shared_memory
 block = SharedMemory(create=True, size=4096)
 assert mapped_shared_memory() == {block.name}
 print(block.name, flush=True)

@@ -18,7 +18,7 @@ from hybrid_rl.distributed import World, free_port, join_world
 from hybrid_rl.engines import Generation, Sampling
 from hybrid_rl.engines.group import GroupEngine, check_groups, lead, visible_name
 from hybrid_rl.engines.huggingface import HuggingFaceEngine
-from hybrid_rl.engines.vllm.engine import engine_environment, group_environment
+from hybrid_rl.engines.vllm.environment import engine_environment, group_environment
 from hybrid_rl.weights.bucket import IpcBucket, Slot, joint_handle, open_ipc_bucket
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_rl.engines.vllm.scheduler import LOGPROBS, _Whole, whole_responses
+from hybrid_rl.engines.vllm.scheduler import LOGPROBS, WholeResponses, whole_response_scheduler
 
 BLOCK = 16
 
@@ -33,7 +33,7 @@ class Steps:
         return found
 
 
-class Scheduler(_Whole, Steps):
+class Scheduler(WholeResponses, Steps):
     pass
 
 
@@ -85,7 +85,7 @@ def test_nothing_is_kept_of_requests_that_were_aborted(make):
     assert step(scheduler, [-1.0, -2.0]) == {}
     scheduler.requests.clear()
     assert step(scheduler, None) == {}
-    assert not scheduler._held
+    assert scheduler.num_kept == 0
 
 
 def start_scheduler(tiny, monkeypatch, kind, *, num_blocks, prefix_caching):
@@ -109,7 +109,7 @@ def start_scheduler(tiny, monkeypatch, kind, *, num_blocks, prefix_caching):
     config.cache_config.num_gpu_blocks = num_blocks
     layers = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
     groups = [KVCacheGroupSpec(["layer"], layers)]
-    return {"ours": whole_responses, "vllm": AsyncScheduler}[kind](
+    return {"ours": whole_response_scheduler, "vllm": AsyncScheduler}[kind](
         vllm_config=config,
         kv_cache_config=KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
         structured_output_manager=StructuredOutputManager(config),

@@ -79,7 +79,7 @@ def finished(
 
 
 def test_the_engine_equals_a_fresh_one_loaded_from_the_export(finished: dict, small: Path) -> None:
-    from hybrid_rl.engines.vllm.engine import engine_environment
+    from hybrid_rl.engines.vllm.environment import engine_environment
 
     with engine_environment():
         import vllm

@@ -23,7 +23,7 @@ import torch, transformers
 from hybrid_rl.weights.checksum import checksum
 from hybrid_rl.distributed import free_port, join_world
 from hybrid_rl.weights.alias import AliasBuffer
-from hybrid_rl.engines.vllm.engine import LOAD_FORMAT
+from hybrid_rl.engines.vllm.arguments import LOAD_FORMAT
 import hybrid_rl.engines.vllm.worker
 from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -132,7 +132,7 @@ def test_binding_copies_nothing_and_follows():
     before = model.qkv_proj.weight.data.clone()
     routes = record(model, slots)
     assert torch.equal(model.qkv_proj.weight, before)
-    routes.bind()
+    routes.alias()
     slots[1].view(routes._bucket)[3, 4] = 7.0
     assert model.qkv_proj.weight[ROWS["q_proj"] + 3, 4] == 7.0 and model.qkv_proj.weight.count_nonzero() == 1
 
@@ -146,25 +146,25 @@ def test_tensors_in_another_order_cannot_be_bound():
     with pytest.raises(
         RuntimeError, match=r"v_proj\.weight does not lie in the trainer as in engine parameter qkv_proj\.w"
     ):
-        record(Fused(), swapped).bind()
+        record(Fused(), swapped).alias()
 
 
 def test_transposed_tensors_cannot_be_bound():
     slots = alias_slots([(name, shape[::-1], dtype) for name, shape, dtype in SHAPES], num_ranks=1)
     with pytest.raises(RuntimeError, match=r"q_proj\.weight does not lie in the trainer"):
-        record(Fused(transposed=True), slots).bind()
+        record(Fused(transposed=True), slots).alias()
 
 
 def test_missing_tensor_is_named():
     with pytest.raises(RuntimeError, match=r"engine parameter qkv_proj\.weight: 1536 of 2048 elements come"):
-        record(Fused(), alias_slots(SHAPES, num_ranks=1)[:2]).bind()
+        record(Fused(), alias_slots(SHAPES, num_ranks=1)[:2]).alias()
 
 
 def test_parameter_that_was_replaced_fails_the_proof():
     """Checksums are of what the model computes with now, and not of what was bound."""
     model = Fused()
     routes = record(model, alias_slots(SHAPES, num_ranks=1))
-    routes.bind()
+    routes.alias()
     bound = routes.checksums(["k_proj.weight"])
     model.qkv_proj.weight = torch.nn.Parameter(model.qkv_proj.weight + 1, requires_grad=False)
     assert routes.checksums(["k_proj.weight"]) != bound

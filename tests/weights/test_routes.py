@@ -67,7 +67,7 @@ def test_a_rearranged_tensor_cannot_be_shared_in_place():
     weight.copy_(torch.randn(weight.shape))
     routes.record(slot, copies=False)
     with pytest.raises(RuntimeError, match="qkv does not lie in the trainer as in engine parameter qkv"):
-        routes.bind()
+        routes.alias()
 
 
 def test_a_tensor_that_is_computed_with_is_refused():

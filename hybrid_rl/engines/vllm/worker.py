@@ -1,11 +1,10 @@
-"""What runs inside the vLLM worker process: it maps the trainer's bucket and copies out of it, or computes in it."""
+"""The engine's side of weight sync, inside a vLLM worker: it copies from the trainer's bucket, or aliases it."""
 
 import base64
 import gc
 import logging
 import os
 import pickle
-import re
 import select
 import threading
 from collections.abc import Sequence
@@ -17,7 +16,8 @@ from torch import Tensor
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from hybrid_rl.engines.vllm.engine import LOAD_FORMAT
+from hybrid_rl.engines.vllm.arguments import LOAD_FORMAT
+from hybrid_rl.engines.vllm.shared_memory import mapped_shared_memory
 from hybrid_rl.weights.bucket import AliasedWeights, Slot, copy_tensors, open_ipc_bucket
 from hybrid_rl.weights.routes import Routes
 
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 def keep_cpu_weights_plain() -> None:
     """Make vLLM on a CPU multiply with the parameters themselves.
 
-    It would pack linear weights into oneDNN's layout after loading and drop the originals, which a hand-over then could
-    not reach: the engine would go on with the old weights.
+    By default it packs linear weights into oneDNN's layout after loading and drops the parameters. A weight sync could
+    not reach the packed weights, and the engine would keep the old ones.
     """
     import vllm.model_executor.layers.utils as layer_utils
 
@@ -41,67 +41,61 @@ def keep_cpu_weights_plain() -> None:
 def end_with_trainer() -> None:
     """End this process, and with it the engine, when the trainer ends, even by SIGKILL.
 
-    vLLM would wait for requests for ever and keep the device's memory.
+    Without it, vLLM would wait for requests forever and occupy the device's memory.
     """
     trainer = int(os.environ.get("HYBRID_RL_TRAINER_PID", os.getpid()))
     if trainer == os.getpid():
         return
     try:
         descriptor = os.pidfd_open(trainer)
-    except OSError as error:  # a sandbox may forbid it; only a killed trainer would leave its engine then
+    except OSError as error:  # a sandbox may forbid it; then only a killed trainer leaves its engine behind
         logger.warning("cannot watch the trainer process %d: %s", trainer, error)
         return
 
     def watch() -> None:
-        select.select([descriptor], [], [])  # readable once it has ended
+        select.select([descriptor], [], [])  # readable once the process has ended
         os._exit(1)
 
     threading.Thread(target=watch, name="end_with_trainer", daemon=True).start()
 
 
-def mapped_shared_memory() -> set[str]:
-    """Return the names of the multiprocessing.shared_memory blocks that this process maps."""
-    with open("/proc/self/maps") as maps:
-        return set(re.findall(r"/dev/shm/(psm_\w+)$", maps.read(), re.MULTILINE))
-
-
 class AliasLoader(BaseModelLoader):
-    """Loads nothing: binds a model's parameters to the trainer's buffer, before anything is captured or compiled."""
+    """Model loader that makes the parameters views of the trainer's buffer, before vLLM captures or compiles them."""
 
     def download_model(self, model_config: Any) -> None:
-        """There is nothing to fetch."""
+        """Do nothing: the weights are in memory."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """Build the model on the host, where memory that nobody touches costs nothing, and bind it."""
+        """Build the model on the host, where memory that is never written takes no space, and alias the weights."""
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
         self.load_config.device = "cpu"
         return super().load_model(*args, **kwargs)
 
     @torch.no_grad()
     def load_weights(self, model: Any, model_config: Any) -> None:
-        """Bind all parameters, and bring to the device what the model keeps beside them.
+        """Alias all parameters, and move the model's buffers to the device.
 
         Raises:
-            RuntimeError: a tensor has no place, or one that the trainer's layout does not give it; by name.
+            RuntimeError: a tensor of the trainer has no place in the model, or a parameter differs in layout; by name.
         """
         aliased: AliasedWeights = pickle.loads(base64.b64decode(self.load_config.model_loader_extra_config["aliased"]))
         device = self._device or torch.device("cpu")
         model.hybrid_routes = Routes(model, open_ipc_bucket(aliased.handle, device))
         for slot in aliased.slots:
             model.hybrid_routes.record(slot, copies=False)
-        model.hybrid_routes.bind()
+        model.hybrid_routes.alias()
         for module in model.modules():
             for name, tensor in module.named_buffers(recurse=False):
                 module._buffers[name] = tensor.to(device)
-            if hasattr(module, "_compute_cos_sin_cache"):  # the host's cosines differ from the GPU's in their last bits
+            if hasattr(module, "_compute_cos_sin_cache"):  # cosines of host and GPU differ in their last bits
                 with device:
                     module.cos_sin_cache.copy_(module._compute_cos_sin_cache())
 
 
 class WorkerExtension:
-    """Mixed into the vLLM worker through `worker_extension_cls`; its methods are called with collective_rpc.
+    """Methods that vLLM adds to its worker (`worker_extension_cls`); the trainer calls them through collective_rpc.
 
-    Arguments and results are pickled here, so that no insecure serialization has to be switched on in vLLM.
+    Arguments and results are pickled here, so that vLLM's insecure serialization can stay off.
     """
 
     model_runner: Any
@@ -113,14 +107,14 @@ class WorkerExtension:
 
     @property
     def _routes(self) -> Routes:
-        """Where the trainer's tensors lie in this worker's model; the model keeps it, for a loader knows no worker."""
+        """Where the trainer's tensors are in this worker's model; stored in the model, which loader and worker have."""
         return self.model_runner.model.hybrid_routes
 
     def hybrid_open_bucket(self, message: bytes) -> None:
-        """Map the trainer's bucket, of several that on this worker's device, and open a pipe to the trainer.
+        """Map the trainer's bucket on this worker's device, and open a pipe to the trainer.
 
         Args:
-            message: (handle, plan, address of the pipe).
+            message: pickled (handle, plan, address of the pipe).
         """
         handle, plan, address = pickle.loads(message)
         self._plan, self._copies = plan, {}
@@ -129,10 +123,10 @@ class WorkerExtension:
         self.model_runner.model.hybrid_routes = Routes(self.model_runner.model, bucket)
 
     def hybrid_load_buckets(self) -> None:
-        """Copy the buckets that the pipe names into the weights until it names none, and answer when each is done.
+        """Copy each bucket whose number arrives in the pipe, and answer when it is copied; end at an empty message.
 
         Raises:
-            Exception: the first that a copy raised; no bucket is copied after it.
+            Exception: the first error of a copy; no bucket is copied after it.
         """
         error: Exception | None = None
         while message := self._pipe.recv_bytes():
@@ -147,41 +141,41 @@ class WorkerExtension:
 
     @torch.no_grad()
     def _copy(self, index: int) -> None:
-        """Copy bucket `index` of the plan into the weights and wait until that is done."""
+        """Copy bucket `index` of the plan into the weights and wait until the copy is done."""
         if index in self._copies:
             copy_tensors(*self._copies[index])
         else:
             for slot in self._plan[index]:
                 self._routes.record(slot, copies=True)
             pairs = [pair for slot in self._plan[index] for pair in self._routes.pairs(slot.name)]
-            self._copies[index] = [to for to, _ in pairs], [source for _, source in pairs]
+            self._copies[index] = [target for target, _ in pairs], [source for _, source in pairs]
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def hybrid_check_complete(self) -> None:
-        """Check that every parameter of the engine has been filled from the plan."""
+        """Check that the plan has filled every parameter of the engine; see Routes.check_complete."""
         self._routes.check_complete()
 
     @torch.no_grad()
     def hybrid_checksums(self, message: bytes) -> bytes:
-        """Return a pickled {name: [(region, checksum)]} of what this worker holds of the named tensors."""
+        """Return the pickled {name: [(slice, checksum)]} of the parts that this worker holds of the named tensors."""
         names: Sequence[str] = pickle.loads(message)
         return pickle.dumps(self._routes.checksums(names))
 
     def hybrid_close_bucket(self) -> bytes:
-        """Unmap the trainer's bucket, after which nothing can be received; return the queues' shared memory, pickled.
+        """Unmap the trainer's bucket, and return the pickled names of the queues' shared memory.
 
-        A queue is removed by its owner's finalizer, which a process that was killed, or cut short on busy cores, never
-        runs. Both ends of every queue are mapped here, so the trainer learns the names from this process.
+        The owner of a queue removes its memory in a finalizer, which does not run in a process that is killed. Both
+        ends of every queue are mapped here, so the trainer gets the names from this process.
         """
         if hasattr(self.model_runner.model, "hybrid_routes"):
-            self._routes.unbind()
+            self._routes.close()
         self._plan, self._copies = [], {}
         gc.collect()
         return pickle.dumps(mapped_shared_memory())
 
     def hybrid_seed(self, seed: int) -> None:
-        """Seed this worker's own generator."""
+        """Seed this worker's generator."""
         torch.manual_seed(seed)
 
 

@@ -1,0 +1,94 @@
+"""The arguments with which vLLM is started."""
+
+import base64
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hybrid_rl.config import RolloutConfig
+from hybrid_rl.weights.bucket import AliasedWeights
+
+LOAD_FORMAT = "hybrid_rl_alias"
+"""Name under which worker.py registers AliasLoader with vLLM."""
+_MAX_DEFAULT_GRAPH = 512
+"""Number of sequences of the largest CUDA graph that vLLM captures by default."""
+
+
+def engine_arguments(
+    model: str,
+    config: RolloutConfig,
+    *,
+    dtype: torch.dtype,
+    max_model_len: int,
+    can_sleep: bool,
+    seed: int,
+    aliased: AliasedWeights | None,
+    gpus: Sequence[str],
+) -> dict[str, Any]:
+    """Return the keyword arguments of vllm.LLM; see VllmEngine for the parameters."""
+    has_cuda = torch.cuda.is_available()
+    arguments: dict[str, Any] = {
+        "model": model,
+        "skip_tokenizer_init": not config.stop_strings,
+        "dtype": str(dtype).removeprefix("torch."),
+        "load_format": "dummy",
+        "max_model_len": max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enforce_eager": config.enforce_eager or not has_cuda,
+        "enable_prefix_caching": config.prefix_caching,
+        "enable_sleep_mode": can_sleep,
+        "generation_config": "vllm",  # no sampling defaults from the model's folder
+        "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are sampled from
+        "worker_extension_cls": "hybrid_rl.engines.vllm.worker.WorkerExtension",
+        "scheduler_cls": "hybrid_rl.engines.vllm.scheduler.start_scheduler",
+        "disable_log_stats": True,
+        "seed": seed,
+    }
+    if config.kv_cache_memory_bytes is not None:
+        arguments["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes
+    if not arguments["enforce_eager"] and config.max_num_seqs > _MAX_DEFAULT_GRAPH:
+        arguments["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes(config.max_num_seqs)}
+    if gpus:  # under Ray, vLLM's default executor would request further GPUs from the cluster
+        arguments |= {"tensor_parallel_size": len(gpus), "distributed_executor_backend": "mp"}
+    if not has_cuda:
+        arguments = _cpu_arguments() | arguments
+    if aliased:
+        arguments |= _alias_arguments(aliased, config)
+    return arguments
+
+
+def _alias_arguments(aliased: AliasedWeights, config: RolloutConfig) -> dict[str, Any]:
+    """Return the arguments that make vLLM alias the trainer's weights, which are already on the device."""
+    message = base64.b64encode(pickle.dumps(aliased)).decode()
+    arguments: dict[str, Any] = {"load_format": LOAD_FORMAT, "model_loader_extra_config": {"aliased": message}}
+    if torch.cuda.is_available():  # vLLM requests this fraction in addition to the memory in use when it starts
+        num_bytes = sum(slot.nbytes for slot in aliased.slots)
+        total_bytes = torch.cuda.get_device_properties().total_memory
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization - num_bytes / total_bytes
+    return arguments
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Return the batch sizes to capture CUDA graphs of: vLLM's own up to 512, then every 64th up to max_num_seqs.
+
+    By default vLLM decodes more than 512 sequences without graphs, which takes up to twice as long per step. Its
+    setting max_cudagraph_capture_size would capture every 16th size beyond 512, four times as many.
+    """
+    default = [1, 2, 4, *range(8, 256, 8), *range(256, _MAX_DEFAULT_GRAPH + 1, 16)]
+    return [*default, *range(_MAX_DEFAULT_GRAPH + 64, max_num_seqs, 64), max_num_seqs]
+
+
+def _cpu_arguments() -> dict[str, Any]:
+    """Return the arguments that only a CPU needs; an executor chosen for several ranks has precedence."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    return {
+        # By default vLLM starts a worker process in addition to the engine's, to pin its threads. Without it, as on a
+        # GPU, the engine starts in half the time and generates as fast.
+        "distributed_executor_backend": UniProcExecutor,
+        # On a CPU vLLM cannot undo what a seeded request draws at the end of a part of its prompt.
+        "enable_chunked_prefill": False,
+    }

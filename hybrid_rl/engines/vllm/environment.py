@@ -1,0 +1,58 @@
+"""The environment variables that an engine's processes inherit."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from hybrid_rl.memory.device import ALLOCATOR_VARIABLES, without_expandable_segments
+
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_DEFAULTS = {
+    "VLLM_LOGGING_LEVEL": "ERROR",  # the warnings of a start ask nothing of the user
+    "PYTHONWARNINGS": "ignore::FutureWarning",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+# With it, the first generation waits for a C++ compiler, which speeds up nothing but one counting function.
+_CPU_DEFAULTS = {"TORCH_COMPILE_DISABLE": "1"}
+
+
+def group_environment(gpus: Sequence[str], *, has_cuda: bool) -> dict[str, str]:
+    """Return the variables that an engine over several GPUs needs; none for an engine on one GPU.
+
+    Args:
+        gpus: names of the engine's GPUs in CUDA_VISIBLE_DEVICES, of which the calling rank may see only its own.
+    """
+    if not gpus:
+        return {}
+    # On a CPU vLLM would bind each worker to its own memory node, and fail where all workers have the same one.
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if has_cuda else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+@contextmanager
+def engine_environment(gpus: Sequence[str] = ()) -> Iterator[None]:
+    """Set the variables that an engine process inherits while the body starts it; restore all variables afterwards.
+
+    Args:
+        gpus: see group_environment.
+    """
+    before = dict(os.environ)
+    try:
+        # The ranks of the trainer are not those of the engine. With torch's agent named as the owner of the store, the
+        # engine would wait for a store at a port that nobody serves.
+        for name in [name for name in os.environ if name in _RANK_VARIABLES or name.startswith("TORCHELASTIC_")]:
+            del os.environ[name]
+        for name in ALLOCATOR_VARIABLES:  # vLLM's sleep mode does not work with expandable segments
+            if name in os.environ:
+                os.environ[name] = without_expandable_segments(os.environ[name])
+        os.environ["HYBRID_RL_TRAINER_PID"] = str(os.getpid())
+        for name, value in (_DEFAULTS if torch.cuda.is_available() else _DEFAULTS | _CPU_DEFAULTS).items():
+            os.environ.setdefault(name, value)
+        os.environ.update(group_environment(gpus, has_cuda=torch.cuda.is_available()))
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
