@@ -20,28 +20,28 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def read_looks(folder: Path) -> list[dict[str, int]]:
-    """Return what was `used` of rank 0's GPU at each look of a run, and what PyTorch had of it for the trainer."""
+def read_samples(folder: Path) -> list[dict[str, int]]:
+    """Return the samples of rank 0's GPU memory: bytes `used` in all, and reserved by PyTorch for the `trainer`."""
     events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
     return [event["args"] for event in events if event["name"] == "device_memory"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """What a run left."""
+class RunResult:
+    """The files of a finished run."""
 
     rows: list[dict[str, float]]
-    """The metrics of each step."""
+    """Metrics, a row per step."""
     responses: dict[int, dict[str, Any]]
-    """The first step's, by the number of their prompt."""
+    """Responses of the first step by prompt id."""
     trainer_peak: int
-    """The most bytes that PyTorch had for the trainer of rank 0, whatever NCCL, engines and others had beside them."""
+    """Largest number of bytes that PyTorch reserved for the trainer of rank 0; NCCL and engines do not count."""
 
-    def assert_same_first_step(self, other: "Run") -> None:
-        """Both sample the same tokens, but where rounding decides: vLLM's batches depend on when requests arrive.
+    def assert_same_first_step(self, other: "RunResult") -> None:
+        """Both runs sample the same tokens, except where rounding decides: vLLM batches requests by arrival time.
 
-        59 to 64 of 64 responses were the same, and their rewards to the last bit but one. What is averaged over all of
-        them, and what bfloat16 rounds otherwise in parts of a sum and in other packings, is compared by twentieths.
+        Rewards of equal responses agree within 1e-3. Means over all responses, and values that bfloat16 rounds
+        differently in another packing, agree within 5 %.
         """
         for name in ("rollout/logprob_gap", "actor/loss", "actor/grad_norm", "critic/loss", "time/step"):
             print(name, [row[name] for row in self.rows], [row[name] for row in other.rows])
@@ -61,18 +61,18 @@ class Run:
 
 @pytest.fixture(scope="session")
 def engine_bytes() -> Callable[[Path], list[int]]:
-    """Read what was in use on the GPU beside the trainer's tensors, at each look in the second half of a run."""
+    """Return a function that reads the bytes of the GPU outside the trainer, in the second half of a run's samples."""
 
     def read(folder: Path) -> list[int]:
-        looks = read_looks(folder)
-        return [look["used"] - look["trainer"] for look in looks[len(looks) // 2 :]]
+        samples = read_samples(folder)
+        return [sample["used"] - sample["trainer"] for sample in samples[len(samples) // 2 :]]
 
     return read
 
 
 @pytest.fixture
 def launch() -> Callable[..., Path]:
-    """Run a script of launch/ with settings and further arguments to a good end; return the run's folder."""
+    """Return a function that runs a script of launch/ with settings and arguments and returns the run's folder."""
 
     def run(settings: dict[str, dict[str, Any]], *arguments: str, script: str = "colocated.py") -> Path:
         folder = Path(settings["run"]["dir"])
@@ -120,7 +120,7 @@ def small(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config)
 
 
 def settings(small: Path, folder: Path, changes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return PPO with four models, where every tensor of the hand-over is compared in every step, with some changes."""
+    """Return settings of PPO with four models that verify every tensor in every weight sync, with some changes."""
     base: dict[str, dict[str, Any]] = {
         "run": {"name": "run", "dir": str(folder), "num_steps": 3, "eval_every_steps": 0, "resume": "never"},
         "models": {"actor": str(small / "policy"), "reward": str(small / "reward")},
@@ -142,19 +142,19 @@ def settings(small: Path, folder: Path, changes: dict[str, dict[str, Any]]) -> d
 
 
 @pytest.fixture
-def train(small: Path, tmp_path: Path, launch: Callable[..., Path]) -> Callable[..., Run]:
-    """Run on so many cards with some settings changed, in a folder of that name."""
+def train(small: Path, tmp_path: Path, launch: Callable[..., Path]) -> Callable[..., RunResult]:
+    """Return a function that trains on `num_ranks` GPUs with some settings changed, in a folder of the given name."""
 
-    def run(name: str, *, num_ranks: int = 2, by_ray: bool = False, **changes: dict[str, Any]) -> Run:
+    def run(name: str, *, num_ranks: int = 2, by_ray: bool = False, **changes: dict[str, Any]) -> RunResult:
         folder = tmp_path / name
         folder.mkdir()
-        wanted = settings(small, folder, changes)
+        changed = settings(small, folder, changes)
         if by_ray:
-            left = launch(wanted, "--address", "local", "--num_workers", str(num_ranks), script="ray_cluster.py")
+            result = launch(changed, "--address", "local", "--num_workers", str(num_ranks), script="ray_cluster.py")
         else:
-            left = launch(wanted, "--num_processes", str(num_ranks))
-        responses = {row["prompt_id"]: row for row in read_lines(left / "rollouts" / "step_000001.jsonl")}
-        peak = max(look["trainer"] for look in read_looks(left))
-        return Run(rows=read_lines(left / "metrics.jsonl"), responses=responses, trainer_peak=peak)
+            result = launch(changed, "--num_processes", str(num_ranks))
+        responses = {row["prompt_id"]: row for row in read_lines(result / "rollouts" / "step_000001.jsonl")}
+        peak = max(sample["trainer"] for sample in read_samples(result))
+        return RunResult(rows=read_lines(result / "metrics.jsonl"), responses=responses, trainer_peak=peak)
 
     return run

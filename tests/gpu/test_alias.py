@@ -1,4 +1,4 @@
-"""The engine on the trainer's weights, with CUDA graphs: it follows, equals copies bit for bit, and costs no memory."""
+"""sync.mode = alias with CUDA graphs: the engine uses the trainer's weights, equals an engine with copies bit for bit."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from hybrid_rl.batch import Prompt, Rollout, make_train_batch, pack
+from hybrid_rl.batch import make_train_batch, pack
 from hybrid_rl.config import ModelsConfig, OptimizerConfig, RolloutConfig, SyncConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import Generation, Sampling
@@ -20,6 +20,7 @@ from hybrid_rl.models.packed import packed_inputs
 from hybrid_rl.monitoring.timeline import Timeline
 from hybrid_rl.weights.alias import AliasBuffer
 from hybrid_rl.weights.sync import AliasSync, CopySync, SyncReport
+from tests.conftest import make_rollout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -30,20 +31,20 @@ MIB = 1 << 20
 
 @dataclass(kw_only=True)
 class Seen:
-    """What one model's trainer and its two engines did, one engine after the other."""
+    """Results of one trainer with an engine that aliases its weights, then with an engine that has copies."""
 
     reports: list[SyncReport] = field(default_factory=list)
-    shared: list[list[Generation]] = field(default_factory=list)
-    """Of the sharing engine: at the start, and after each of two steps."""
+    aliased: list[list[Generation]] = field(default_factory=list)
+    """Responses of the engine with aliases: at the start, and after each of two steps."""
     gaps: list[float] = field(default_factory=list)
-    """Mean |log-prob of the sharing engine - of the trainer| with each of them."""
+    """Mean |engine - trainer| log-prob of these responses."""
     cycled: list[list[Generation]] = field(default_factory=list)
-    """After each of five sleeps."""
+    """Responses after each of five sleeps."""
     asleep: list[int] = field(default_factory=list)
-    """Bytes used on the device in each sleep."""
+    """Bytes used on the device during each sleep."""
     copied: list[Generation] = field(default_factory=list)
-    """Of the engine with copies, of the trainer's last weights."""
-    awake_shared: int = 0
+    """Responses of the engine with copies, with the trainer's last weights."""
+    awake_aliased: int = 0
     awake_copied: int = 0
     weight_bytes: int = 0
 
@@ -56,21 +57,14 @@ def used() -> int:
 
 
 def generate(engine: VllmEngine) -> list[Generation]:
-    """Answer one by one: which prompts share a batch depends on the clock, and how they round depends on that."""
+    """Return a response to each prompt, one at a time: rounding depends on the batch, which depends on timing."""
     return [engine.generate([ids], SAMPLED, [row])[0] for row, ids in enumerate(PROMPTS)]
 
 
 def packed_of(generations: list[Generation], device: torch.device) -> tuple[Any, torch.Tensor]:
-    """Return the inputs of the trainer and the engine's log-probs, in the same order."""
+    """Return the trainer's inputs and the engine's log-probs of the responses, in one order."""
     rollouts = [
-        Rollout(
-            prompt=Prompt(prompt_id=row, text="", token_ids=ids),
-            sequence_id=row,
-            response_ids=found.token_ids,
-            rollout_logprobs=found.logprobs,
-            is_truncated=True,
-            text="",
-        )
+        make_rollout(ids, found.token_ids, prompt_id=row, rollout_logprobs=found.logprobs, is_truncated=True)
         for row, (ids, found) in enumerate(zip(PROMPTS, generations, strict=True))
     ]
     packed = pack(make_train_batch(rollouts), list(range(len(rollouts))), device)
@@ -78,13 +72,13 @@ def packed_of(generations: list[Generation], device: torch.device) -> tuple[Any,
     return inputs, torch.tensor([value for found in generations for value in found.logprobs], device=device)
 
 
-def start(model: Path, world: World, **shared: Any) -> VllmEngine:
+def start(model: Path, world: World, **aliased: Any) -> VllmEngine:
     config = RolloutConfig(kv_cache_memory_bytes=1 << 30, gpu_memory_utilization=0.4, max_num_seqs=16)
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    return VllmEngine(str(model), config, dtype=dtype, max_model_len=128, can_sleep=True, seed=0, **shared)
+    return VllmEngine(str(model), config, dtype=dtype, max_model_len=128, can_sleep=True, seed=0, **aliased)
 
 
-def look(model: Path, world: World) -> Seen:
+def run_both(model: Path, world: World) -> Seen:
     seen = Seen()
     actor = load_actor(str(model), ModelsConfig(), world.device)
     alias_buffer = AliasBuffer(actor.model, world)
@@ -96,8 +90,8 @@ def look(model: Path, world: World) -> Seen:
     sync = AliasSync(trainer, engine, SyncConfig(), world.device, Timeline(), alias_buffer=alias_buffer)
     for step in range(3):
         seen.reports.append(sync.sync())
-        seen.shared.append(generate(engine))
-        inputs, theirs = packed_of(seen.shared[-1], world.device)
+        seen.aliased.append(generate(engine))
+        inputs, theirs = packed_of(seen.aliased[-1], world.device)
         with torch.no_grad():
             seen.gaps.append(float((trainer.forward(**inputs)[0] - theirs).abs().mean()))
         if step < 2:
@@ -108,7 +102,7 @@ def look(model: Path, world: World) -> Seen:
         seen.asleep.append(used())
         engine.map("kv_cache")
         seen.cycled.append(generate(engine))
-    seen.awake_shared = used()
+    seen.awake_aliased = used()
     engine.close()
     engine = start(model, world)
     CopySync(trainer, engine, SyncConfig(bucket_bytes=64 * MIB), world.device, Timeline()).sync()
@@ -140,37 +134,37 @@ def seen(request: pytest.FixtureRequest, small: Path, tmp_path_factory: pytest.T
         policy = Qwen2ForCausalLM(config).to(torch.bfloat16)
         for name, parameter in policy.named_parameters():
             if name.endswith("bias"):
-                parameter.data.normal_(std=0.5)  # they are zeros at first, which tells nothing
+                parameter.data.normal_(std=0.5)  # zero biases would hide a wrong place
         policy.save_pretrained(model)
-    yield look(model, join_world())
+    yield run_both(model, join_world())
     torch.cuda.empty_cache()
 
 
-def test_nothing_moves_and_all_is_proved(seen: Seen) -> None:
+def test_a_sync_copies_nothing_and_verifies_every_tensor_once(seen: Seen) -> None:
     assert [report.version for report in seen.reports] == [1, 2, 3]
     assert all(report.num_bytes == 0 for report in seen.reports)
     assert seen.reports[0].num_verified > 50 and seen.reports[1].num_verified == 8
 
 
-def test_engine_follows_the_trainer(seen: Seen) -> None:
-    assert seen.shared[0] != seen.shared[1] != seen.shared[2]
+def test_the_engine_uses_the_trainers_new_weights(seen: Seen) -> None:
+    assert seen.aliased[0] != seen.aliased[1] != seen.aliased[2]
     assert all(gap < 0.02 for gap in seen.gaps), seen.gaps
 
 
-def test_log_probs_are_those_of_copies_bit_for_bit(seen: Seen) -> None:
-    assert seen.shared[-1] == seen.copied
+def test_log_probs_equal_those_of_an_engine_with_copies(seen: Seen) -> None:
+    assert seen.aliased[-1] == seen.copied
 
 
-def test_weights_outlive_sleep(seen: Seen) -> None:
-    assert all(generations == seen.shared[-1] for generations in seen.cycled)
+def test_weights_are_kept_during_sleep(seen: Seen) -> None:
+    assert all(generations == seen.aliased[-1] for generations in seen.cycled)
 
 
-def test_memory_asleep_is_flat(seen: Seen) -> None:
+def test_memory_use_during_sleep_is_constant(seen: Seen) -> None:
     print("asleep, MiB:", [round(value / MIB) for value in seen.asleep])
     assert max(seen.asleep[1:]) - min(seen.asleep[1:]) <= 16 * MIB
 
 
 def test_weights_exist_once(seen: Seen) -> None:
-    saved = seen.awake_copied - seen.awake_shared
+    saved = seen.awake_copied - seen.awake_aliased
     print("saved, of the weights' bytes:", saved / seen.weight_bytes)
     assert saved > 0.9 * seen.weight_bytes

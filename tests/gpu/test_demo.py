@@ -1,4 +1,4 @@
-"""The demo on one GPU: the command of `make run`, from building its models to the table at the end."""
+"""The demo on one GPU: the command of `make run`, from building the models to the final table."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_demo_reaches_its_accuracy(tmp_path: Path) -> None:
-    # varlen, because a flash-attn that was built for some head sizes only may lack the demo's 32.
+    # varlen: a flash-attn that is built for some head sizes only may lack the demo's 32.
     settings = ["--run.dir", str(tmp_path), "--models.attention", "varlen", "--rollout.enforce_eager", "true"]
     command = [sys.executable, "launch/colocated.py", *settings, "--num_processes", "1"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
@@ -22,4 +22,4 @@ def test_the_demo_reaches_its_accuracy(tmp_path: Path) -> None:
     print(summary)
     assert 0.3 <= summary["before"]["accuracy"] <= 0.6
     assert summary["after"]["accuracy"] >= 0.85
-    assert "Producer process has been terminated" not in ended.stderr  # every CUDA IPC handle was let go
+    assert "Producer process has been terminated" not in ended.stderr  # every CUDA IPC handle is closed

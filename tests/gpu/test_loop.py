@@ -1,4 +1,4 @@
-"""The loop on one GPU: engine and trainer agree after every hand-over, and memory comes back every cycle."""
+"""The loop on one GPU: engine and trainer agree after every weight sync, and memory use repeats every step."""
 
 import json
 from pathlib import Path
@@ -57,7 +57,7 @@ def make_config(small: Path, run_dir: Path, swap: Literal["vmm", "deepspeed"]) -
 def finished(
     small: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> dict[str, object]:
-    """What a run of six steps left: its folder, and what its engine generates after the last hand-over."""
+    """The folder of a run of six steps, and responses of its engine after the last weight sync."""
     from hybrid_rl.build import build
     from hybrid_rl.trainer import loop
 
@@ -68,7 +68,7 @@ def finished(
         with run.recorder:
             loop(run)
         with run.memory.phase(Phase.ROLLOUT):
-            # One by one: how vLLM batches requests that arrive while it works, which rounding depends on, is chance.
+            # One at a time: rounding depends on the batch, and vLLM batches requests by arrival time.
             greedy = [run.engine.generate([ids], GREEDY, None)[0] for ids in prompts]
             sampled = [run.engine.generate([ids], SAMPLED, [i])[0] for i, ids in enumerate(prompts)]
     finally:
@@ -111,7 +111,7 @@ def metrics(finished: dict) -> list[dict[str, float]]:
     return [json.loads(line) for line in (finished["dir"] / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_every_step_trained_on_the_trainers_weights(finished: dict) -> None:
+def test_engine_and_trainer_agree_in_every_step(finished: dict) -> None:
     rows = metrics(finished)
     assert len(rows) == 6
     assert all(row["rollout/logprob_gap"] < 0.02 for row in rows), [row["rollout/logprob_gap"] for row in rows]
@@ -119,16 +119,18 @@ def test_every_step_trained_on_the_trainers_weights(finished: dict) -> None:
 
 
 @pytest.mark.parametrize("phase", ["sync", "rollout", "score", "update_critic", "update_actor"])
-def test_memory_comes_back_in_every_cycle(finished: dict, phase: str) -> None:
+def test_memory_use_is_the_same_in_every_step(finished: dict, phase: str) -> None:
     used = [round(row[f"memory/{phase}_bytes"] / MIB) for row in metrics(finished)]
     print(phase, used, "MiB")
     assert max(used[2:]) - min(used[2:]) <= 64, used
 
 
-def test_swapping_really_frees_the_device(finished: dict, engine_bytes) -> None:
+def test_releases_free_device_memory(finished: dict, engine_bytes) -> None:
     held = engine_bytes(finished["dir"])
     assert min(held) < max(held) - 1900 * MIB  # the KV cache of 2 GiB comes and goes
     events = json.loads((finished["dir"] / "timeline.json").read_text())["traceEvents"]
-    moved = [e["args"] for e in events if "actor_optimizer" in e.get("name", "")]  # exchanged for the critic's, too
+    moved = [
+        e["args"] for e in events if "actor_optimizer" in e.get("name", "")
+    ]  # exchanges with the critic's count too
     assert len(moved) >= 10 and all(args["bytes"] > 1 << 30 for args in moved)
-    print("actor states, GB/s:", [args["GB_per_s"] for args in moved])
+    print("actor optimizer, GB/s:", [args["GB_per_s"] for args in moved])

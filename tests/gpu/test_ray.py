@@ -1,4 +1,4 @@
-"""Ray Train's workers on cards: `pytest -m gpu -s tests/gpu/test_ray.py`, with `-m multi_gpu` on two."""
+"""Ray Train's workers on one GPU (`pytest -m gpu -s tests/gpu/test_ray.py`) and on two (`-m multi_gpu`)."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ import torch
         ),
     ],
 )
-def test_ray_trains_what_the_launcher_does(train, num_ranks):
+def test_ray_trains_the_same_as_the_launcher(train, num_ranks):
     pytest.importorskip("ray.train")
     launched, by_ray = (
         train(f"ray_{ray}", num_ranks=num_ranks, by_ray=ray, sync={"mode": "auto"}) for ray in (False, True)

@@ -1,4 +1,4 @@
-"""Two cards that share tokens, matrices or an engine: `pytest -m multi_gpu -s tests/gpu/test_two_cards.py`."""
+"""Sequence parallelism, tensor parallelism and an engine over two GPUs: `pytest -m multi_gpu -s` on this file."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ pytestmark = [
 
 KV_BYTES, MIB = 2 << 30, 1 << 20
 NUM_TENSORS = 93
-"""Of the small policy: 10 layers of 9, an embedding, a norm and a head."""
+"""Parameters of the small policy: 9 in each of 10 layers, embedding, final norm and head."""
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
-def test_two_cards_that_share_tokens_train_what_two_that_do_not(train, zero_stage):
-    """A card has half of each micro-batch's activations; the plan says 1.7 GiB less, of 8192 tokens in 10 layers."""
+def test_sequence_parallel_ranks_train_the_same_as_data_parallel_ranks(train, zero_stage):
+    """A rank keeps half of each micro-batch's activations: by the plan 1.7 GiB less, with 8192 tokens in 10 layers."""
     rollout, update = {"max_response_tokens": 512}, {"zero_stage": zero_stage, "micro_batch_tokens": 8192}
-    apart, shared = (
+    data_parallel, model_parallel = (
         train(
             f"of_{size}",
             rollout=rollout,
@@ -27,14 +27,14 @@ def test_two_cards_that_share_tokens_train_what_two_that_do_not(train, zero_stag
         )
         for size in (1, 2)
     )
-    apart.assert_same_first_step(shared)
-    assert shared.trainer_peak < apart.trainer_peak - (1 << 30)
+    data_parallel.assert_same_first_step(model_parallel)
+    assert model_parallel.trainer_peak < data_parallel.trainer_peak - (1 << 30)
 
 
 @pytest.mark.parametrize("zero_stage, swap", [(1, "off"), (2, "vmm")])
-def test_two_cards_that_share_matrices_train_what_two_that_do_not(train, zero_stage, swap):
+def test_tensor_parallel_ranks_train_the_same_as_data_parallel_ranks(train, zero_stage, swap):
     rollout, memory = {"max_response_tokens": 128}, {"swap": swap}
-    apart, shared = (
+    data_parallel, model_parallel = (
         train(
             f"of_{size}",
             rollout=rollout,
@@ -43,12 +43,12 @@ def test_two_cards_that_share_matrices_train_what_two_that_do_not(train, zero_st
         )
         for size in (1, 2)
     )
-    apart.assert_same_first_step(shared)
-    assert {row["sync/num_verified"] for row in shared.rows} == {NUM_TENSORS}
+    data_parallel.assert_same_first_step(model_parallel)
+    assert {row["sync/num_verified"] for row in model_parallel.rows} == {NUM_TENSORS}
 
 
 @pytest.mark.parametrize("zero_stage, swap", [(2, "vmm"), (3, "vmm"), (3, "deepspeed")])
-def test_an_engine_over_two_cards_follows_the_trainer_and_sleeps(train, tmp_path, engine_bytes, zero_stage, swap):
+def test_an_engine_over_two_gpus_gets_the_trainers_weights_and_sleeps(train, tmp_path, engine_bytes, zero_stage, swap):
     rates = {"actor": {"lr": 1e-4}, "critic": {"lr": 1e-4}}
     rows = train(
         "over_two",
@@ -59,7 +59,7 @@ def test_an_engine_over_two_cards_follows_the_trainer_and_sleeps(train, tmp_path
     ).rows
     assert len(rows) == 4
     gaps = [row["rollout/logprob_gap"] for row in rows]
-    print("gap:", gaps, "hand-over in s:", [row["time/sync"] for row in rows])
+    print("gap:", gaps, "weight sync in s:", [row["time/sync"] for row in rows])
     assert max(gaps) < 0.02
     assert {row["sync/num_verified"] for row in rows} == {NUM_TENSORS}  # of both workers, in every step
     held = engine_bytes(tmp_path / "over_two" / "run")
@@ -68,8 +68,8 @@ def test_an_engine_over_two_cards_follows_the_trainer_and_sleeps(train, tmp_path
     assert max(used) - min(used) <= 64, used
 
 
-def test_an_engine_over_two_cards_trains_what_two_engines_do(train):
-    """The same prompts; sampled tokens may part where two probabilities are close, in bfloat16."""
+def test_an_engine_over_two_gpus_trains_the_same_as_two_engines(train):
+    """The prompts are the same; in bfloat16 sampled tokens may differ where two probabilities are close."""
     one, two = (train(f"of_{size}", rollout={"tensor_parallel_size": size}).rows for size in (1, 2))
     print([(a["actor/loss"], b["actor/loss"]) for a, b in zip(one, two, strict=True)])
     assert one[0]["critic/loss"] == pytest.approx(two[0]["critic/loss"], rel=0.1)

@@ -1,4 +1,4 @@
-"""The pool on a real GPU: contents, addresses, physical memory, and DeepSpeed's steps while its states move.
+"""The pool on a GPU: contents, addresses, physical memory, and DeepSpeed's steps while optimizer states move.
 
 The library is built by `pip install -e .`, or by `cmake -S . -B build && cmake --build build` in the checkout.
 """
@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rl.batch import Prompt, Rollout, make_train_batch, pack
+from hybrid_rl.batch import make_train_batch, pack
 from hybrid_rl.config import Config, MemoryConfig, ModelsConfig, OptimizerConfig
 from hybrid_rl.memory.tenants import PooledModule, PooledTenant, rehome
 from hybrid_rl_kernels.vmm_pool import Region, VmmOutOfMemoryError, VmmPool, pool_of, released_bytes, why_unavailable
+from tests.conftest import make_rollout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -39,7 +40,7 @@ def free_bytes() -> int:
 
 
 def filled(region: Region, num_bytes: int, seed: int) -> tuple[Tensor, Tensor]:
-    """A tensor of random bytes in the region, and its copy on the host."""
+    """Return a tensor of random bytes in the region, and a copy on the host."""
     expected = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
     with region:
         tensor = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
@@ -48,7 +49,7 @@ def filled(region: Region, num_bytes: int, seed: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("policy, copied", [("copy", [1, 1, 1]), ("copy_once", [1, 0, 0]), ("drop", [0, 0, 0])])
 def test_contents_addresses_and_physical_memory(pool: VmmPool, policy: str, copied: list[int]) -> None:
-    region = pool.region("states", policy=policy)
+    region = pool.region("optimizer", policy=policy)
     before = free_bytes()
     (large, expected), (small, _) = filled(region, SIZE, 1), filled(region, 1000, 2)
     address, taken = large.data_ptr(), region.num_bytes
@@ -63,7 +64,7 @@ def test_contents_addresses_and_physical_memory(pool: VmmPool, policy: str, copi
         assert large.data_ptr() == address and region.is_resident
         if policy != "drop":
             assert torch.equal(large.cpu(), expected)
-        large.copy_(expected)  # the memory can be written to, whatever came back
+        large.copy_(expected)  # dropped memory can be written too
     assert torch.equal(large.cpu(), expected) and small.numel() == 1000
 
 
@@ -80,7 +81,7 @@ def test_a_release_waits_for_kernels_on_other_streams(pool: VmmPool) -> None:
     assert bool((tensor == 1.0).all())
 
 
-def test_storages_move_into_a_region_with_all_their_views(pool: VmmPool) -> None:
+def test_views_follow_their_storage_into_a_region(pool: VmmPool) -> None:
     flat = torch.arange(SIZE // 8, dtype=torch.float32, device="cuda")
     view, expected = flat[7:19].view(3, 4).T, flat.cpu()
     region, before = pool.region("rehomed"), free_bytes()
@@ -94,13 +95,13 @@ def test_storages_move_into_a_region_with_all_their_views(pool: VmmPool) -> None
     assert torch.equal(flat.cpu(), expected) and torch.equal(view.cpu(), expected[7:19].view(3, 4).T)
 
 
-def test_a_reserve_holds_what_leaves(pool: VmmPool) -> None:
+def test_releases_use_the_reserved_host_memory(pool: VmmPool) -> None:
     region = pool.region("reserved")
     tensor, expected = filled(region, SIZE, 6)
     if pool.reserve.num_bytes:
-        pytest.skip("a run of this process has reserved before")
+        pytest.skip("this process has reserved host memory before")
     pool.reserve_host(SIZE)
-    assert region.release() == region.num_bytes  # waits for what is not pinned yet
+    assert region.release() == region.num_bytes  # waits until the memory is pinned
     assert pool.reserve.taken_bytes == region.num_bytes
     assert region.restore() == region.num_bytes
     assert torch.equal(tensor.cpu(), expected)
@@ -120,7 +121,7 @@ def test_out_of_memory_in_a_restore_rolls_back(pool: VmmPool, crowded: list[Tens
     region.release()
     crowded.append(torch.empty(free_bytes() - SIZE // 2, dtype=torch.uint8, device="cuda"))
     left = torch.cuda.mem_get_info()[0]
-    with pytest.raises(VmmOutOfMemoryError, match=r"region actor_states.* bytes of GPU memory wanted") as caught:
+    with pytest.raises(VmmOutOfMemoryError, match=r"region actor_optimizer.* bytes of GPU memory wanted") as caught:
         region.restore()
     assert caught.value.wanted_bytes == region.num_bytes and caught.value.free_bytes < SIZE
     assert torch.cuda.mem_get_info()[0] == pytest.approx(left, abs=4 * MIB) and not region.is_resident
@@ -152,7 +153,7 @@ def test_an_exchange_moves_both_ways_within_the_larger_of_the_two(pool: VmmPool,
     assert torch.equal(theirs.cpu(), expected_theirs)
 
 
-def test_twenty_cycles_are_flat(pool: VmmPool) -> None:
+def test_memory_use_is_constant_over_twenty_cycles(pool: VmmPool) -> None:
     regions = [pool.region(f"cycle {policy}", policy=policy) for policy in ("copy", "copy_once", "drop")]
     tensors = [filled(region, SIZE, seed) for seed, region in enumerate(regions)]
     here, away = [], []
@@ -186,27 +187,16 @@ def test_a_frozen_module_computes_the_same(pool: VmmPool) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_deepspeed_takes_the_same_steps_when_its_states_move(
+def test_deepspeed_takes_the_same_steps_when_optimizer_states_move(
     small: Path, pool: VmmPool, device: torch.device, stage: int
 ) -> None:
-    still = train(small, device, stage, moves=False)
-    assert train(small, device, stage, moves=False) == still  # else the GPU itself does not repeat
-    assert train(small, device, stage, moves=True) == still
-
-
-def response(ids: list[int]) -> Rollout:
-    return Rollout(
-        prompt=Prompt(prompt_id=0, text="", token_ids=ids[:8]),
-        sequence_id=0,
-        response_ids=ids[8:],
-        rollout_logprobs=[],
-        is_truncated=False,
-        text="",
-    )
+    expected = train(small, device, stage, moves=False)
+    assert train(small, device, stage, moves=False) == expected  # the GPU itself is deterministic
+    assert train(small, device, stage, moves=True) == expected
 
 
 def train(small: Path, device: torch.device, stage: int, *, moves: bool) -> list[object]:
-    """Three steps, with states and weights away in between; gradient norms and checksums of all that learned."""
+    """Take three steps, optionally with releases in between; return gradient norms and checksums of the snapshot."""
     from hybrid_rl.distributed import join_world
     from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
     from hybrid_rl.engines.tenants import Tenants
@@ -225,7 +215,9 @@ def train(small: Path, device: torch.device, stage: int, *, moves: bool) -> list
         for tenant in (makes.optimizer("actor", engine), makes.parameters("actor", engine, is_aliased=False)):
             assert isinstance(tenant, PooledTenant)
             parts.append(tenant)
-    packed = pack(make_train_batch([response(list(range(3 + i, 60 + 7 * i))) for i in range(2)]), [0, 1], device)
+    sequences = [list(range(3 + i, 60 + 7 * i)) for i in range(2)]
+    rollouts = [make_rollout(ids[:8], ids[8:]) for ids in sequences]
+    packed = pack(make_train_batch(rollouts), [0, 1], device)
     index = {"index": packed.response_index, "targets": packed.targets, "temperature": 1.0}
     found: list[object] = []
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
