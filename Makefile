@@ -1,11 +1,11 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run test lint format lock install
+.PHONY: anew help run test lint docs format lock install
 
 DEVICE := $(shell nvidia-smi -L 2>/dev/null | grep GPU >/dev/null && echo gpu || echo cpu)
 LOCK := requirements/$(DEVICE).txt
-TORCH := $(shell sed -n 's/^torch==//p' $(LOCK))
+TORCH := $(shell sed -n 's/^torch==\([^ ]*\).*/\1/p' $(LOCK))
 # One stamp per content of the lock and of the native part: a second call installs nothing, after a change one does.
 NATIVE := CMakeLists.txt $(sort $(wildcard kernels/csrc/*))
 STAMP := .venv/.installed-$(shell cat $(LOCK) $(NATIVE) | sha256sum | cut -c1-16)
@@ -36,26 +36,45 @@ lint: $(STAMP)  ## ruff, format check and mypy
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
+docs: $(STAMP)  ## build the documentation into site/
+	.venv/bin/mkdocs build --strict
+
 format: $(STAMP)  ## let ruff sort, fix and format
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
-lock:  ## resolve requirements/*.in again; needs python3.11 and python3.12, each with pip
-	python3.11 requirements/lock.py cpu
-	python3.12 requirements/lock.py gpu
+# The lock is installed with --no-deps. vLLM's metadata asks for these packages, and serving text needs none of them; beside
+# torch's CPU build their PyPI builds fail to import, which breaks transformers' probing of them.
+UNWANTED := torchvision torchaudio torchcodec
+UV := .venv/bin/python requirements/uv.py
+COMPILE := $(UV) pip compile --quiet --generate-hashes --no-header --no-annotate --python-platform x86_64-manylinux_2_35 \
+  $(addprefix --no-emit-package ,$(UNWANTED))
+# The CPU build of torch has a file per Python and platform, and not every source of it names their hashes.
+WITHOUT_HASH := /^torch==.*+cpu/,/[^\\]$$/ { s/^\(torch==[^ ]*\).*/\1/; /^ /d }
+
+lock: .venv/bin/uv  ## resolve requirements/*.in again; versions of the present locks stay where they can
+	$(COMPILE) $(TORCH_INDEX) --python-version 3.11 requirements/cpu.in -o requirements/cpu.txt
+	$(COMPILE) --python-version 3.12 requirements/gpu.in -o requirements/gpu.txt
+	sed -i -e '$(WITHOUT_HASH)' -e '1i # From cpu.in by "make lock" for Python 3.11.' requirements/cpu.txt
+	sed -i -e '1i # From gpu.in by "make lock" for Python 3.12.' requirements/gpu.txt
 
 install: $(STAMP)  ## create .venv from the locked requirements
 
-$(STAMP):
+# PyTorch's own index only where the configured ones lack the CPU build: PyPI's torch is the CUDA one.
+TORCH_INDEX = $(if $(filter cpu,$(DEVICE)),$(shell .venv/bin/pip index versions torch 2>/dev/null | grep -F '$(TORCH)' >/dev/null \
+  || echo --index https://download.pytorch.org/whl/cpu))
+
+$(STAMP): .venv/bin/uv
+	@echo "installing $(LOCK) into .venv"
+	@$(UV) pip install --no-deps $(TORCH_INDEX) -r $(LOCK)
+	@$(UV) pip install --no-deps --no-build-isolation --reinstall-package hybrid_rl -e .
+	@rm -f .venv/.installed-* && touch $@
+
+.venv/bin/uv: $(if $(wildcard $(patsubst %,.venv/lib/python%,$(subst /, ,$(VERSIONS)))),,anew)
 	@test -n "$(PYTHON)" || { echo "error: none of $(CANDIDATES) is Python $(VERSIONS); give one with PYTHON=..." >&2; exit 1; }
 	@"$(PYTHON)" -c '$(VERSION_CHECK)' || { echo "error: PYTHON=$(PYTHON) is not Python $(VERSIONS)" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null \
 	  || { echo "error: $(PYTHON) has no venv module; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
-	@.venv/bin/python -c 'import pip; $(VERSION_CHECK)' 2>/dev/null || "$(PYTHON)" -m venv --clear .venv
-	@echo "installing $(LOCK) into .venv; the first time takes a few minutes"
-	@# PyTorch's own index only where the configured ones lack the CPU build: PyPI's torch is the CUDA one.
-	@index=; if [ $(DEVICE) = cpu ] && ! .venv/bin/pip index versions torch 2>/dev/null | grep -F '$(TORCH)' >/dev/null; then \
-	  index="--extra-index-url https://download.pytorch.org/whl/cpu"; fi; \
-	  .venv/bin/pip install -qq --no-deps $$index -r $(LOCK)
-	@.venv/bin/pip install -qq --no-deps --no-build-isolation -e .
-	@rm -f .venv/.installed-* && touch $@
+	@echo "creating .venv with $(PYTHON), and uv in it"
+	@"$(PYTHON)" -m venv --clear .venv
+	@sed -n '/^uv==/,/[^\\]$$/p' $(LOCK) | .venv/bin/pip install -qq --no-deps --require-hashes -r /dev/stdin
