@@ -52,11 +52,7 @@ def load_data(config: Config, world: World) -> Data:
     if template.chat_template is not None:
         tokenizer.chat_template = template.chat_template  # also for ptx texts and the exported tokenizer
     prompts = load_prompts(config.prompts.path, tokenizer, config.prompts, seed=config.run.seed)
-    eval_prompts: list[Prompt] = []
-    if config.prompts.eval_path and config.run.eval_every_steps:
-        # A generated task draws its held-out rows with another seed.
-        rows, seed = config.prompts.max_eval_samples, config.run.seed + 1_000_003
-        eval_prompts = load_prompts(config.prompts.eval_path, tokenizer, config.prompts, seed=seed, num_rows=rows)
+    eval_prompts = _load_eval_prompts(config, tokenizer)
     reward = config.reward
     make_scorer = functools.partial(ScorerPool, timeout_s=reward.timeout_s, num_workers=reward.num_workers)
     return Data(
@@ -77,4 +73,17 @@ def load_data(config: Config, world: World) -> Data:
         eval_scorer=make_scorer([config.run.eval_function], on_error="zero") if eval_prompts else None,
         reward_tokenizer=load_other_tokenizer(config.models.reward, tokenizer) if config.models.reward else None,
         ptx_texts=load_texts(config.ptx, tokenizer) if config.ptx.path else [],
+    )
+
+
+def _load_eval_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Return the held-out prompts of all ranks; none if the run does not evaluate."""
+    if not config.prompts.eval_path or not config.run.eval_every_steps:
+        return []
+    return load_prompts(
+        config.prompts.eval_path,
+        tokenizer,
+        config.prompts,
+        seed=config.run.seed + 1_000_003,  # a generated task then gives other rows than for training
+        num_rows=config.prompts.max_eval_samples,
     )
