@@ -1,4 +1,4 @@
-"""sync.mode = alias with CUDA graphs: the engine uses the trainer's weights, equals an engine with copies bit for bit."""
+"""sync.mode = alias with CUDA graphs: the engine uses the trainer's weights and equals one with copies bit for bit."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -129,8 +129,6 @@ def test_releases_free_device_memory(finished: dict, engine_bytes) -> None:
     held = engine_bytes(finished["dir"])
     assert min(held) < max(held) - 1900 * MIB  # the KV cache of 2 GiB comes and goes
     events = json.loads((finished["dir"] / "timeline.json").read_text())["traceEvents"]
-    moved = [
-        e["args"] for e in events if "actor_optimizer" in e.get("name", "")
-    ]  # exchanges with the critic's count too
+    moved = [e["args"] for e in events if "actor_optimizer" in e.get("name", "")]  # exchanges count too
     assert len(moved) >= 10 and all(args["bytes"] > 1 << 30 for args in moved)
     print("actor optimizer, GB/s:", [args["GB_per_s"] for args in moved])
