@@ -1,13 +1,18 @@
-"""Files that a reader, or a crash, finds whole or not at all."""
+"""Files that are replaced atomically."""
 
 import os
 from pathlib import Path
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
-    """Replace a file so that a reader, or a crash at any moment, sees the old content or the new; it is on the disk."""
+    """Replace a file so that a reader, or a crash at any moment, finds the old or the new content, and flush it to disk.
+
+    Args:
+        path: file to create or replace; its folder exists.
+        content: text is encoded as UTF-8.
+    """
     if isinstance(content, str):
-        # Half a surrogate pair, which sampled bytes can decode to, is no UTF-8; its backslash escape is the same JSON.
+        # Sampled bytes can decode to half a surrogate pair, which UTF-8 cannot encode; JSON reads its escape the same.
         content = content.encode(errors="backslashreplace")
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:

@@ -123,7 +123,7 @@ class Setup:
         """Return the module, which computes this rank's slice of the tokens where ranks are sequence parallel."""
         return enable_sequence_parallel(module, self.sequence_parallel, path, field=field)
 
-    def load(self, part: checkpoint.Saved, name: str) -> None:
+    def load(self, part: checkpoint.CheckpointPart, name: str) -> None:
         """Read a part from the checkpoint, if the run continues from one."""
         if self.resume_from:
             part.load(self.resume_from / name)

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from hybrid_rl.algorithms.kl import KlController
 from hybrid_rl.checkpoints.phase_log import PhaseLog
-from hybrid_rl.checkpoints.saver import Saved, Saver
+from hybrid_rl.checkpoints.saver import CheckpointPart, Saver
 from hybrid_rl.config import Config
 from hybrid_rl.data.loading import Data
 from hybrid_rl.distributed import World
@@ -90,10 +90,10 @@ class Run:
         return {name: part for name, part in parts.items() if part is not None}
 
     @property
-    def saved_parts(self) -> dict[str, Saved]:
+    def saved_parts(self) -> dict[str, CheckpointPart]:
         """The parts that a checkpoint keeps as tensors, besides actor and critic."""
         reference = self.reference if isinstance(self.reference, MovingReference) else None
-        parts: dict[str, Saved | None] = {"ema": self.ema, "reference": reference}
+        parts: dict[str, CheckpointPart | None] = {"ema": self.ema, "reference": reference}
         return {name: part for name, part in parts.items() if part is not None}
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from hybrid_rl.batch import Prompt, Rollout, TrainBatch, make_train_batch
 from hybrid_rl.checkpoints import export as exporting
 from hybrid_rl.checkpoints import saver as checkpoint
-from hybrid_rl.checkpoints.saver import Saved
+from hybrid_rl.checkpoints.saver import CheckpointPart
 from hybrid_rl.models.loading import choose_dtype
 from hybrid_rl.planning.footprint import forward_tokens
 from hybrid_rl.rewards import scoring
@@ -33,7 +33,7 @@ def logged(name: str) -> Callable[[Callable[Concatenate[Run, int, P], T]], Calla
         def run_once(run: Run, step: int, *args: P.args, **kwargs: P.kwargs) -> T:
             if run.phase_log is None:
                 return stage(run, step, *args, **kwargs)
-            return run.phase_log.once(step, name, lambda: stage(run, step, *args, **kwargs))
+            return run.phase_log.get_or_compute(step, name, lambda: stage(run, step, *args, **kwargs))
 
         return run_once
 
@@ -245,18 +245,18 @@ def is_unsaved(run: Run, last_step: int) -> bool:
     return writes_checkpoints and last_step > run.steps_done and not is_save_due(run, last_step)
 
 
-def take_snapshot(run: Run, name: str, part: Saved | None) -> None:
+def take_snapshot(run: Run, name: str, part: CheckpointPart | None) -> None:
     """Copy one part of the next checkpoint to the host; its tensors must be on the device."""
     if part:
-        run.saver.take(name, part)
+        run.saver.snapshot(name, part)
 
 
 def save(run: Run, step: int) -> None:
     """Start to write a checkpoint where one is due; with checkpoint.async_save the next step runs meanwhile."""
-    run.saver.surface()
+    run.saver.raise_if_failed()
     newest = checkpoint.latest(run.config.run_dir)
     if run.phase_log and newest:
-        run.phase_log.forget(checkpoint.read_state(newest)["step"])
+        run.phase_log.delete_up_to(checkpoint.read_state(newest)["step"])
     if not is_save_due(run, step):
         return
     start_saving(run, step)
@@ -275,7 +275,7 @@ def finish_saving(run: Run) -> None:
     """Wait until the last checkpoint is complete; the phase log has nothing to replay after that."""
     run.saver.wait()
     if run.phase_log:
-        run.phase_log.forget_all()
+        run.phase_log.delete_all()
 
 
 def export(run: Run) -> None:

@@ -1,1 +1,1 @@
-"""Saving, resuming and exporting a run."""
+"""Checkpoints, the phase log and exports of a run."""

@@ -1,4 +1,4 @@
-"""Export of the actor, its moving average and its adapter as Hugging Face folders."""
+"""Export of the actor, its EMA and its adapter as Hugging Face folders."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from hybrid_rl.weights.protocols import WeightSource
 
 
 class ExportedEngine(WeightSource, Protocol):
-    """What an export reads of a training engine."""
+    """The training engine of the actor, as far as an export reads it."""
 
     @property
     def model(self) -> Any:
@@ -30,14 +30,14 @@ class ExportedEngine(WeightSource, Protocol):
         ...
 
     def adapter(self) -> dict[str, Tensor]:
-        """Return the adapters under the names of peft's files, on the host."""
+        """Return the adapters on the host, named as in peft's files; a collective under ZeRO-3."""
         ...
 
 
 def export(folder: Path, actor: ExportedEngine, tokenizer: PreTrainedTokenizerBase, world: World) -> None:
-    """Write actor and tokenizer as a Hugging Face folder that transformers and vLLM load; a collective under ZeRO-3.
+    """Write actor and tokenizer as a Hugging Face folder that transformers and vLLM load; a collective.
 
-    Low-rank adapters are merged into the weights.
+    Adapters are merged into the weights.
     """
     with actor.gathered([name for name, _, _ in actor.named_shapes()]) as tensors:
         export_weights(folder, actor, tensors, tokenizer, world)
@@ -46,11 +46,12 @@ def export(folder: Path, actor: ExportedEngine, tokenizer: PreTrainedTokenizerBa
 def export_best(
     folder: Path, actor: ExportedEngine, tokenizer: PreTrainedTokenizerBase, world: World, *, accuracy: float, step: int
 ) -> bool:
-    """Export the actor if this accuracy beats that of the folder's, and note it in best.json; return whether it did.
+    """Export the actor if its accuracy exceeds the one in the folder's best.json, and return whether it does.
 
     Args:
-        accuracy: of the actor as it is, the same on every rank.
-        step: optimizer has finished this one.
+        folder: of the best actor; best.json gets step and accuracy.
+        accuracy: accuracy of the actor's current weights, the same on every rank.
+        step: last step that these weights were trained in.
     """
     note = folder / "best.json"
     before = json.loads(note.read_text())["accuracy"] if world.is_main and note.exists() else None
@@ -65,16 +66,20 @@ def export_best(
 def export_weights(
     folder: Path, actor: ExportedEngine, tensors: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase, world: World
 ) -> None:
-    """Write such a folder with other weights than the actor's own; only those of rank 0 count."""
+    """Write a Hugging Face folder with the given weights in place of the actor's; a collective.
+
+    Args:
+        tensors: weights by the actor's parameter names; read on rank 0 only.
+    """
     if world.is_main:
-        with _replaced_when_whole(folder) as partial:
+        with _replacing(folder) as partial:
             actor.model.save_pretrained(partial, state_dict={name: t.cpu() for name, t in tensors.items()})
             tokenizer.save_pretrained(partial)
     world.barrier()
 
 
 def export_adapter(folder: Path, actor: ExportedEngine, world: World) -> None:
-    """Write the actor's adapter for peft.PeftModel.from_pretrained on its base; a collective under ZeRO-3.
+    """Write the actor's adapter, which peft.PeftModel.from_pretrained loads on its base model; a collective.
 
     Raises:
         ValueError: the actor has no adapter.
@@ -83,14 +88,14 @@ def export_adapter(folder: Path, actor: ExportedEngine, world: World) -> None:
         raise ValueError("the actor has no adapter to export; models.lora.rank is 0")
     tensors = actor.adapter()
     if world.is_main:
-        with _replaced_when_whole(folder) as partial:
+        with _replacing(folder) as partial:
             save_adapter(partial, actor.model, tensors)
     world.barrier()
 
 
 @contextmanager
-def _replaced_when_whole(folder: Path) -> Iterator[Path]:
-    """Yield the place to write to; it becomes the folder when the body is done."""
+def _replacing(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder to write to, which replaces `folder` when the body ends without an error."""
     partial = folder.with_name(f".partial-{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
     yield partial

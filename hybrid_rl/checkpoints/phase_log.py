@@ -1,4 +1,4 @@
-"""What the phases of the steps since the last checkpoint gave, on disk: a restart takes it from there."""
+"""Results of phases on disk, so that a restart does not repeat the steps that follow the last checkpoint."""
 
 import logging
 import pickle
@@ -18,29 +18,34 @@ logger = logging.getLogger(__name__)
 
 
 class PhaseLog:
-    """A folder per step and in it a file per phase and rank, each whole or absent.
+    """A folder per step that holds a file per phase and rank, each complete or absent.
 
-    Updates are not logged: from the same checkpoint and the same rollouts they come out the same.
+    Updates are not logged: from the same checkpoint and the same rollouts they give the same weights.
     """
 
     def __init__(self, folder: Path, *, key: str, first_step: int, world: World) -> None:
-        """Keep what continues from first_step without a gap, and clear away the rest.
+        """Keep the logged steps that follow first_step without a gap, and delete the others; a collective.
 
         Args:
-            key: of all that decides what a phase gives; what was logged under another one is of no use.
+            folder: the log's own folder.
+            key: hash of everything that the result of a phase depends on; steps logged under another key are deleted.
+            first_step: step that the run does first.
+            world: all ranks; every rank has files of its own.
         """
         self._folder = folder
         self._world = world
         self._step = first_step
         self._calls = Counter[str]()
         if world.is_main:
-            self._keep_what_continues(key, first_step)
+            self._delete_unusable(key, first_step)
         world.barrier()
 
-    def _keep_what_continues(self, key: str, first_step: int) -> None:
+    def _delete_unusable(self, key: str, first_step: int) -> None:
         logged, note = _steps(self._folder), self._folder / "key"
         if logged and note.read_text() != key:
-            logger.warning("the phase log of steps %s is of other settings or ranks: not used", sorted(logged))
+            logger.warning(
+                "the phase log of steps %s has other settings or another number of ranks: it is deleted", sorted(logged)
+            )
             shutil.rmtree(self._folder)
             logged = {}
         for step, folder in logged.items():
@@ -49,11 +54,13 @@ class PhaseLog:
         self._folder.mkdir(parents=True, exist_ok=True)
         write_atomically(note, key)
 
-    def once(self, step: int, name: str, compute: Callable[[], T]) -> T:
-        """Return what compute gives, or what it gave in this step before a restart; every rank calls it.
+    def get_or_compute(self, step: int, name: str, compute: Callable[[], T]) -> T:
+        """Return the logged result of a phase, or compute and log it; a collective.
 
-        The n-th call with a name in a step is told from the others. A phase that some rank had not ended is done again
-        on all.
+        Args:
+            step: step of the phase.
+            name: name of the phase. Calls with one name in a step are numbered, so that each has its own result.
+            compute: returns the result, which pickle can write. It runs on all ranks if any rank has no result.
         """
         if step != self._step:
             self._step = step
@@ -67,13 +74,13 @@ class PhaseLog:
         write_atomically(path, pickle.dumps(result))
         return result
 
-    def forget_all(self) -> None:
-        """Remove every step when the run is over; every rank calls it, for another may still write its last phase."""
+    def delete_all(self) -> None:
+        """Delete every step once all ranks have written their last phase; a collective."""
         self._world.barrier()
-        self.forget(sys.maxsize)
+        self.delete_up_to(sys.maxsize)
 
-    def forget(self, step: int) -> None:
-        """Remove the steps up to this one: a checkpoint holds them, so that every rank has left them."""
+    def delete_up_to(self, step: int) -> None:
+        """Delete the steps up to this one, which every rank has finished because a checkpoint contains it."""
         if self._world.is_main:
             for logged, folder in _steps(self._folder).items():
                 if logged <= step:
@@ -81,4 +88,5 @@ class PhaseLog:
 
 
 def _steps(folder: Path) -> dict[int, Path]:
+    """Return step -> folder of every logged step."""
     return {int(path.name.removeprefix("step_")): path for path in folder.glob("step_*")}

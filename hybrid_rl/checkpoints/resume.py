@@ -1,4 +1,4 @@
-"""How a run continues: from which checkpoint, with what log of the steps after it, and what writes the next one."""
+"""What a run needs to continue: the checkpoint, the phase log of the steps after it, and the saver of the next one."""
 
 import hashlib
 import shutil
@@ -11,18 +11,27 @@ from hybrid_rl.distributed import World
 
 
 def find_checkpoint(config: Config) -> Path | None:
-    """Return the checkpoint to continue from, as `run.resume` says.
+    """Return the checkpoint that `run.resume` selects, None to start at step 1.
 
     Raises:
-        ConfigError: run.resume is must and there is none.
+        ConfigError: run.resume is must and the run has no checkpoint.
     """
     folder = None if config.run.resume == "never" else checkpoint.latest(config.run_dir)
-    check(folder is not None or config.run.resume != "must", f"run.resume = must: {config.run_dir} has no checkpoint")
+    check(
+        folder is not None or config.run.resume != "must",
+        f"run.resume = must: {config.run_dir} has no checkpoint; use auto",
+    )
     return folder
 
 
 def make_saver(config: Config, world: World, num_bytes: int) -> checkpoint.Saver:
-    """Return what writes checkpoints; a disk without room for one is refused now and not after hours."""
+    """Return the saver of a run, whose first checkpoint is known to fit on the disk.
+
+    Args:
+        num_bytes: size of a checkpoint over all ranks.
+    Raises:
+        ConfigError: the disk has no room for a checkpoint.
+    """
     saver = checkpoint.Saver(config.run_dir, keep_last=config.checkpoint.keep_last, world=world)
     if config.checkpoint.every_steps:
         saver.check_space(num_bytes // world.size)
@@ -30,7 +39,7 @@ def make_saver(config: Config, world: World, num_bytes: int) -> checkpoint.Saver
 
 
 def open_phase_log(config: Config, world: World, steps_done: int) -> PhaseLog | None:
-    """Return the log of the steps that no checkpoint holds; without one, what an older run logged goes."""
+    """Return the phase log of a run; without `checkpoint.phase_log`, delete an older log and return None."""
     folder = config.run_dir / "phase_log"
     if config.checkpoint.phase_log:
         settings = as_dict(config) | {"checkpoint": None, "num_ranks": world.size}

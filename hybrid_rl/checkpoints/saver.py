@@ -1,4 +1,4 @@
-"""Checkpoints that are either whole or absent, and the export of the actor as a Hugging Face folder."""
+"""Checkpoints, each complete or absent, written by a thread while the run goes on."""
 
 import json
 import logging
@@ -21,15 +21,15 @@ from hybrid_rl.distributed import World
 logger = logging.getLogger(__name__)
 
 
-class Saved(Protocol):
-    """What a checkpoint keeps in a folder of its own. Every rank calls both."""
+class CheckpointPart(Protocol):
+    """A part of a checkpoint, such as the actor. Both methods are collectives."""
 
     def snapshot(self) -> Snapshot:
-        """Return this rank's share, copied to the host."""
+        """Return a host copy of this rank's state."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Read what the ranks' snapshots wrote, however many they were."""
+        """Load the state from the files that any number of ranks wrote."""
         ...
 
 
@@ -49,20 +49,26 @@ def latest(run_dir: Path) -> Path | None:
 
 
 def _replaced(folder: Path) -> Path:
-    """Where a checkpoint waits while another of the same step takes its place."""
+    """Return the folder to which a checkpoint moves while another one of the same step replaces it."""
     return folder.with_name(f".replaced-{folder.name}")
 
 
 class Saver:
-    """Writes checkpoints from copies on the host, one at a time, while the run goes on."""
+    """Writes checkpoints from snapshots on the host, one at a time, in a thread."""
 
     def __init__(self, run_dir: Path, *, keep_last: int, world: World) -> None:
-        """Clear away what a killed run left half written; every rank does it, before any saves."""
+        """Delete checkpoints that a killed run left incomplete; a collective.
+
+        Args:
+            run_dir: folder of the run; checkpoints go into `checkpoints/`.
+            keep_last: number of checkpoints to keep.
+            world: all ranks.
+        """
         self._run_dir = run_dir
         self._keep_last = keep_last
         self._world = world
-        self._line = world.duplicate_group()
-        self._taken: dict[str, Snapshot] = {}
+        self._thread_world = world.duplicate_group()  # its collectives do not mix with those of the run
+        self._snapshots: dict[str, Snapshot] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         if world.is_main:
@@ -70,16 +76,18 @@ class Saver:
                 shutil.rmtree(partial)
         world.barrier()
 
-    def take(self, name: str, part: Saved) -> None:
-        """Copy a part to the host as it is now; the copies of the checkpoint before are gone by then."""
+    def snapshot(self, name: str, part: CheckpointPart) -> None:
+        """Copy a part of the next checkpoint to the host; first wait, so that one set of copies exists at a time."""
         self.wait()
-        self._taken[name] = part.snapshot()
+        self._snapshots[name] = part.snapshot()
 
     def check_space(self, num_bytes: int) -> None:
-        """Refuse to begin what the disk cannot hold; num_bytes is this rank's share.
+        """Check that the disk has room for a checkpoint; a collective.
 
+        Args:
+            num_bytes: size of the files that this rank writes.
         Raises:
-            ConfigError: names what is wanted and what is free.
+            ConfigError: the disk has less free space than all ranks need.
         """
         found = self._run_dir
         while not found.exists():
@@ -87,27 +95,30 @@ class Saver:
         wanted, free = sum(self._world.all_gather(num_bytes)), self._world.all_gather(shutil.disk_usage(found).free)[0]
         check(
             wanted <= free,
-            f"a checkpoint takes {wanted:,} bytes and {found} has {free:,} free: clear some, lower "
-            "checkpoint.keep_last, or set run.dir",
+            f"a checkpoint takes {wanted:,} bytes and {found} has {free:,} free: free some, lower "
+            "checkpoint.keep_last, or set run.dir to another disk",
         )
 
     def start(self, step: int, state: Mapping[str, Any]) -> None:
-        """Begin to write the checkpoint of a finished step from what was taken.
+        """Start to write the checkpoint of a finished step from the snapshots; a collective.
 
         Args:
-            state: plain JSON values that are the same on every rank (loader position, versions).
+            step: the finished step.
+            state: JSON values that are the same on every rank, such as the position of the data loader.
+        Raises:
+            ConfigError: the disk has no room.
         """
         self.wait()
-        parts, self._taken = self._taken, {}
+        parts, self._snapshots = self._snapshots, {}
         self.check_space(sum(part.num_bytes for part in parts.values()))
         self._thread = threading.Thread(target=self._write, args=(step, parts, dict(state), _rng_state()))
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when nothing is being written.
+        """Wait until the checkpoint in progress, if any, is written.
 
         Raises:
-            Exception: what went wrong with it, on any rank.
+            OSError: it could not be written, on any rank; raised once.
         """
         if self._thread is not None:
             self._thread.join()
@@ -116,13 +127,13 @@ class Saver:
         if error is not None:
             raise error
 
-    def surface(self) -> None:
-        """Raise what went wrong since, without waiting for what is still being written; see wait."""
+    def raise_if_failed(self) -> None:
+        """Raise the error of a checkpoint that could not be written, without waiting for one in progress; see wait."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
 
     def close(self) -> None:
-        """Let what is being written end; an error is only logged, for the run ends anyway."""
+        """Wait for the checkpoint in progress; its error is logged and not raised, because the run ends anyway."""
         try:
             self.wait()
         except BaseException:
@@ -132,7 +143,7 @@ class Saver:
         self, step: int, parts: Mapping[str, Snapshot], state: Mapping[str, Any], rng: Mapping[str, Any]
     ) -> None:
         try:
-            write(self._run_dir, step, parts, state, rng, keep_last=self._keep_last, world=self._line)
+            write(self._run_dir, step, parts, state, rng, keep_last=self._keep_last, world=self._thread_world)
         except BaseException as error:
             self._error = error
 
@@ -147,13 +158,21 @@ def write(
     keep_last: int,
     world: World,
 ) -> None:
-    """Write the checkpoint of a step; a crash at any moment leaves the one before it in force.
+    """Write the checkpoint of a step; a collective. After a crash at any moment, `latest` finds a complete checkpoint.
 
-    Everything goes into a temporary folder, which is renamed when all ranks are done; then `latest` is replaced, and
-    only then old checkpoints are deleted.
+    All ranks write into a temporary folder, which is renamed when they are done; then the file `latest` is replaced,
+    and then old checkpoints are deleted.
 
+    Args:
+        run_dir: folder of the run.
+        step: the finished step.
+        parts: name -> snapshot of this rank; each part gets a folder.
+        state: JSON values, the same on every rank.
+        rng: state of this rank's random generators.
+        keep_last: number of checkpoints to keep.
+        world: all ranks.
     Raises:
-        OSError: a rank could not write its share; says which one and why.
+        OSError: some rank could not write its files; the message names ranks and reasons.
     """
     folder = run_dir / "checkpoints" / checkpoint_name(step)
     partial = folder.with_name(f".partial-{folder.name}")
@@ -170,12 +189,12 @@ def write(
         raise OSError(f"the checkpoint of step {step} could not be written; " + "; ".join(failures))
     if world.is_main:
         (partial / "state.json").write_text(json.dumps({"step": step, "world_size": world.size, **state}))
-        _put_in_force(run_dir, partial, folder, keep_last)
+        _publish(run_dir, partial, folder, keep_last)
     world.barrier()
 
 
-def _put_in_force(run_dir: Path, partial: Path, folder: Path, keep_last: int) -> None:
-    """Rename a whole checkpoint, point to it, delete old ones."""
+def _publish(run_dir: Path, partial: Path, folder: Path, keep_last: int) -> None:
+    """Make a complete checkpoint the latest one, and delete old ones."""
     if folder.exists():
         shutil.rmtree(_replaced(folder), ignore_errors=True)
         os.replace(folder, _replaced(folder))
@@ -188,12 +207,12 @@ def _put_in_force(run_dir: Path, partial: Path, folder: Path, keep_last: int) ->
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return the step, the number of ranks, and the state that was given to save."""
+    """Return step, world_size and the state that was passed to `Saver.start`."""
     return json.loads((folder / "state.json").read_text())
 
 
 def load_rng(folder: Path, world: World) -> None:
-    """Set this rank's random generators as they were; a rank that was not there then takes those of another one."""
+    """Restore the random generators of this rank; a rank that did not exist then takes those of another rank."""
     saved_rank = world.rank % read_state(folder)["world_size"]
     _set_rng_state(torch.load(folder / f"rng_rank{saved_rank}.pt", weights_only=False))
 

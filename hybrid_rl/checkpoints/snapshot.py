@@ -1,4 +1,4 @@
-"""Copies on the host of what a checkpoint keeps: each rank writes a file of its share, any number reads all."""
+"""Host copies of the state that a checkpoint holds. Each rank writes one file; any number of ranks can read them."""
 
 import os
 from dataclasses import dataclass, field
@@ -11,20 +11,20 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """One rank's share of one part of a checkpoint; nothing changes it anymore."""
+    """The tensors of this rank in one part of a checkpoint, such as the actor, copied so that training can go on."""
 
     tensors: dict[str, Tensor]
-    """On the host. A name is on one rank only."""
+    """Name -> tensor on the host; no two ranks have the same name."""
     notes: dict[str, str] = field(default_factory=dict)
-    """The same on every rank."""
+    """Metadata, the same on every rank."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its tensors."""
+        """Size of the tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def write(self, folder: Path, rank: int) -> None:
-        """Write this rank's file; it is on the disk, and not only on its way there, when this returns."""
+        """Write this rank's file and flush it to the disk."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"part_{rank:05d}.safetensors"
         save_file(self.tensors, path, metadata=self.notes)
@@ -32,26 +32,26 @@ class Snapshot:
             os.fsync(file.fileno())
 
 
-class Parts:
-    """The tensors that all ranks' snapshots wrote into a folder, each read when it is asked for."""
+class SavedTensors:
+    """The tensors that the snapshots of all ranks wrote into a folder; each is read when it is indexed."""
 
     def __init__(self, folder: Path) -> None:
-        """Look at the files.
+        """Open the files of all ranks.
 
         Raises:
-            FileNotFoundError: there are none.
+            FileNotFoundError: the folder has none.
         """
         paths = sorted(folder.glob("part_*.safetensors"))
         if not paths:
             raise FileNotFoundError(f"no part of a checkpoint in {folder}")
         self._files = [safe_open(path, framework="pt") for path in paths]
-        self._place = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
+        self._file_of = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
         self.notes: dict[str, str] = self._files[0].metadata() or {}
 
     @property
     def names(self) -> set[str]:
-        """Of all tensors."""
-        return set(self._place)
+        """Names of all tensors."""
+        return set(self._file_of)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._place[name].get_tensor(name)
+        return self._file_of[name].get_tensor(name)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_rl.checkpoints.snapshot import Parts, Snapshot
+from hybrid_rl.checkpoints.snapshot import SavedTensors, Snapshot
 from hybrid_rl.config import check
 from hybrid_rl.distributed import World
 from hybrid_rl.engines import TrainEngine
@@ -80,7 +80,7 @@ class MovingReference:
         Raises:
             FileNotFoundError: there is no such file.
         """
-        saved = Parts(folder)
+        saved = SavedTensors(folder)
         with torch.no_grad():
             for name, tensor in self._weights().items():
                 tensor.copy_(saved[name])
@@ -129,6 +129,6 @@ class MovingAverage:
         Raises:
             FileNotFoundError: there is no such file.
         """
-        saved = Parts(folder)
+        saved = SavedTensors(folder)
         for name, tensor in self._tensors.items():
             tensor.copy_(saved[name])

@@ -1,4 +1,4 @@
-"""What a phase gave comes back after a restart, if all ranks had ended it and nothing is missing before it."""
+"""Logged phases are read after a restart, if all ranks finished them and no earlier step is missing."""
 
 import logging
 import sys
@@ -10,11 +10,6 @@ import torch
 
 from hybrid_rl.checkpoints.phase_log import PhaseLog
 from hybrid_rl.distributed import World, join_world
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return join_world()
 
 
 def never() -> str:
@@ -29,24 +24,25 @@ def steps(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "log").glob("step_*"))
 
 
-def test_a_phase_that_ended_comes_back_and_a_lost_one_is_done_again(tmp_path, world):
+def test_a_finished_phase_is_read_and_a_lost_one_is_repeated(tmp_path, world):
     log = open_log(tmp_path, world)
-    assert log.once(1, "rollout", lambda: "first") == "first"
-    assert log.once(1, "rollout", lambda: "refilled") == "refilled"  # the same phase again in one step
-    assert log.once(2, "rollout", lambda: "second") == "second"
+    assert log.get_or_compute(1, "rollout", lambda: "first") == "first"
+    assert log.get_or_compute(1, "rollout", lambda: "refilled") == "refilled"  # the same phase again in one step
+    assert log.get_or_compute(2, "rollout", lambda: "second") == "second"
 
     again = open_log(tmp_path, world)
-    assert [again.once(1, "rollout", never), again.once(1, "rollout", never)] == ["first", "refilled"]
-    assert again.once(1, "scores", lambda: [1.0]) == [1.0]
-    assert again.once(2, "rollout", never) == "second"
-    assert again.once(2, "rollout", lambda: "new") == "new"
+    assert again.get_or_compute(1, "rollout", never) == "first"
+    assert again.get_or_compute(1, "rollout", never) == "refilled"
+    assert again.get_or_compute(1, "scores", lambda: [1.0]) == [1.0]
+    assert again.get_or_compute(2, "rollout", never) == "second"
+    assert again.get_or_compute(2, "rollout", lambda: "new") == "new"
 
 
-def test_steps_in_a_checkpoint_go(tmp_path, world):
+def test_steps_that_a_checkpoint_contains_are_deleted(tmp_path, world):
     log = open_log(tmp_path, world)
     for step in (1, 2, 3):
-        log.once(step, "rollout", lambda: "")
-    log.forget(2)
+        log.get_or_compute(step, "rollout", lambda: "")
+    log.delete_up_to(2)
     assert steps(tmp_path) == ["step_000003"]
 
 
@@ -54,35 +50,35 @@ def test_steps_in_a_checkpoint_go(tmp_path, world):
     "first_step, left",
     [(1, []), (2, ["step_000002", "step_000003"]), (3, ["step_000003"]), (4, []), (5, ["step_000005"])],
 )
-def test_only_what_continues_without_a_gap_is_kept(tmp_path, world, first_step, left):
+def test_only_steps_without_a_gap_are_kept(tmp_path, world, first_step, left):
     log = open_log(tmp_path, world)
     for step in (2, 3, 5):
-        log.once(step, "rollout", lambda: "")
+        log.get_or_compute(step, "rollout", lambda: "")
     open_log(tmp_path, world, first_step=first_step)
     assert steps(tmp_path) == left
 
 
-def test_another_key_empties_it_and_says_so(tmp_path, world, caplog):
-    open_log(tmp_path, world).once(1, "rollout", lambda: "old")
+def test_another_key_deletes_the_log_with_a_warning(tmp_path, world, caplog):
+    open_log(tmp_path, world).get_or_compute(1, "rollout", lambda: "old")
     with caplog.at_level(logging.WARNING):
         log = open_log(tmp_path, world, key="other")
-    assert "phase log of steps [1] is of other settings or ranks" in caplog.text
-    assert log.once(1, "rollout", lambda: "new") == "new"
-    assert open_log(tmp_path, world, key="other").once(1, "rollout", never) == "new"
+    assert "phase log of steps [1] has other settings or another number of ranks" in caplog.text
+    assert log.get_or_compute(1, "rollout", lambda: "new") == "new"
+    assert open_log(tmp_path, world, key="other").get_or_compute(1, "rollout", never) == "new"
 
 
 class Interrupted(BaseException):
     pass
 
 
-def test_a_phase_that_is_cut_off_leaves_nothing(tmp_path, world):
+def test_an_interrupted_phase_is_not_logged(tmp_path, world):
     def cut_off() -> str:
         raise Interrupted
 
     log = open_log(tmp_path, world)
     with pytest.raises(Interrupted):
-        log.once(1, "rollout", cut_off)
-    assert open_log(tmp_path, world).once(1, "rollout", lambda: "whole") == "whole"
+        log.get_or_compute(1, "rollout", cut_off)
+    assert open_log(tmp_path, world).get_or_compute(1, "rollout", lambda: "whole") == "whole"
 
 
 def slowly(rank: int) -> int:
@@ -91,17 +87,17 @@ def slowly(rank: int) -> int:
 
 
 def main() -> None:
-    """Run as one of two ranks; rank 1 lost its second phase when the run was killed, and is late in its last."""
+    """Run as one of two ranks; rank 1 has no result of its second phase, and is slower in its last one."""
     folder = Path(sys.argv[1])
     world = join_world()
     log = PhaseLog(folder / "log", key="k", first_step=1, world=world)
     for name in ("rollout", "scores"):
-        log.once(1, name, lambda: world.rank)
+        log.get_or_compute(1, name, lambda: world.rank)
     (folder / "log/step_000001/rank_1.scores_0.pickle").unlink(missing_ok=True)
     again = PhaseLog(folder / "log", key="k", first_step=1, world=world)
-    found = {name: again.once(1, name, lambda: world.rank + 10) for name in ("rollout", "scores")}
-    found["evaluation"] = again.once(2, "evaluation", lambda: slowly(world.rank))
-    again.forget_all()
+    found = {name: again.get_or_compute(1, name, lambda: world.rank + 10) for name in ("rollout", "scores")}
+    found["evaluation"] = again.get_or_compute(2, "evaluation", lambda: slowly(world.rank))
+    again.delete_all()
     world.barrier()
     found["left"] = steps(folder)
     torch.save(found, folder / f"rank{world.rank}.pt")
@@ -112,11 +108,11 @@ def found(on_two_ranks) -> list[dict]:
     return on_two_ranks(__file__)
 
 
-def test_what_one_rank_had_not_ended_is_done_again_on_all(found):
+def test_a_phase_that_one_rank_did_not_finish_is_repeated_on_all(found):
     assert [(rank["rollout"], rank["scores"]) for rank in found] == [(0, 10), (1, 11)]
 
 
-def test_the_end_of_the_log_waits_for_the_last_rank(found):
+def test_deleting_the_log_waits_for_the_last_rank(found):
     assert [(rank["evaluation"], rank["left"]) for rank in found] == [(20, []), (21, [])]
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a run continues from, and which log of the steps after it."""
+"""Which checkpoint a run continues from, and which phase log it uses."""
 
 import json
 from dataclasses import replace
@@ -8,19 +8,14 @@ import pytest
 
 from hybrid_rl.checkpoints.resume import find_checkpoint, open_phase_log
 from hybrid_rl.config import CheckpointConfig, Config, ConfigError, RolloutConfig, RunConfig
-from hybrid_rl.distributed import World, join_world
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return join_world()
+from hybrid_rl.distributed import World
 
 
 def make_config(tmp_path: Path, **run) -> Config:
     return Config(run=RunConfig(name="run", dir=str(tmp_path), **run), checkpoint=CheckpointConfig(phase_log=True))
 
 
-def test_the_checkpoint_that_settings_ask_for(tmp_path):
+def test_run_resume_selects_the_checkpoint(tmp_path):
     assert find_checkpoint(make_config(tmp_path)) is None
     folder = tmp_path / "run/checkpoints/step_000004"
     folder.mkdir(parents=True)
@@ -34,13 +29,13 @@ def test_the_checkpoint_that_settings_ask_for(tmp_path):
 
 
 def logged(config: Config, world: World, value: int) -> int:
-    """Return what a step's phase gives, when it would give the value now."""
+    """Return the result of a phase that would compute this value."""
     log = open_phase_log(config, world, 0)
     assert log is not None
-    return log.once(1, "rollout", lambda: value)
+    return log.get_or_compute(1, "rollout", lambda: value)
 
 
-def test_a_log_is_used_under_the_settings_that_it_was_written_with(tmp_path, world):
+def test_a_log_is_used_only_with_the_settings_that_wrote_it(tmp_path, world):
     config = make_config(tmp_path)
     assert logged(config, world, 1) == 1
     assert logged(replace(config, run=replace(config.run, resume="auto")), world, 2) == 1
@@ -50,7 +45,7 @@ def test_a_log_is_used_under_the_settings_that_it_was_written_with(tmp_path, wor
     assert logged(replace(config, run=replace(config.run, resume="never")), world, 6) == 6
 
 
-def test_a_run_without_a_log_removes_an_older_one(tmp_path, world):
+def test_a_run_without_a_log_deletes_an_older_one(tmp_path, world):
     config = make_config(tmp_path)
     assert logged(config, world, 1) == 1
     assert open_phase_log(replace(config, checkpoint=CheckpointConfig()), world, 0) is None

@@ -1,8 +1,8 @@
-"""A checkpoint is whole or absent, brings everything back, and the export is an ordinary model folder."""
+"""A checkpoint is complete or absent and restores everything."""
 
-import json
 import os
 import random
+import re
 import shutil
 import sys
 import threading
@@ -11,28 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from hybrid_rl.checkpoints import export
 from hybrid_rl.checkpoints import saver as checkpoint
-from hybrid_rl.checkpoints.snapshot import Parts, Snapshot
+from hybrid_rl.checkpoints.snapshot import SavedTensors, Snapshot
 from hybrid_rl.config import ConfigError, ModelsConfig, OptimizerConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
-from hybrid_rl.models.loading import load_actor, load_value_model
-from hybrid_rl.models.tokenizer import eos_token_ids, load_tokenizer
-
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return join_world()
-
-
-def make_actor(folder: Path, world: World, stage: int = 2) -> DeepSpeedEngine:
-    actor = load_actor(str(folder), ModelsConfig(), CPU)
-    return DeepSpeedEngine(actor, OptimizerConfig(lr=1e-2), zero_stage=stage, total_steps=9, world=world)
+from hybrid_rl.models.loading import load_value_model
+from tests.checkpoints.conftest import CPU, make_actor, weights
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +28,10 @@ def engines(tiny: Path, world: World) -> dict[str, DeepSpeedEngine]:
     return {"actor": make_actor(tiny / "policy", world), "critic": critic}
 
 
-def weights(trainer: DeepSpeedEngine) -> dict[str, torch.Tensor]:
-    with trainer.gathered([name for name, _, _ in trainer.named_shapes()]) as tensors:
-        return {name: t.clone() for name, t in tensors.items()}
-
-
 def save(run_dir: Path, number: int, engines, world: World, *, keep_last: int = 2, **state) -> Path:
     saver = checkpoint.Saver(run_dir, keep_last=keep_last, world=world)
     for name, engine in engines.items():
-        saver.take(name, engine)
+        saver.snapshot(name, engine)
     saver.start(number, {"loader": number, **state})
     saver.wait()
     return run_dir / "checkpoints" / checkpoint.checkpoint_name(number)
@@ -60,11 +41,11 @@ def steps_on_disk(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
-def test_nothing_saved(tmp_path):
+def test_a_run_without_checkpoints_has_no_latest_one(tmp_path):
     assert checkpoint.latest(tmp_path) is None
 
 
-def test_state_comes_back(tmp_path, engines, world):
+def test_state_is_restored(tmp_path, engines, world):
     folder = save(tmp_path, 4, engines, world, note="n")
     assert folder == checkpoint.latest(tmp_path) == tmp_path / "checkpoints" / "step_000004"
     assert checkpoint.read_state(folder) == {"step": 4, "world_size": 1, "loader": 4, "note": "n"}
@@ -72,7 +53,7 @@ def test_state_comes_back(tmp_path, engines, world):
     assert {path.name for path in folder.iterdir()} == {"actor", "critic", "rng_rank0.pt", "state.json"}
 
 
-def test_weights_come_back(tmp_path, tiny, engines, world, train_step):
+def test_weights_are_restored(tmp_path, tiny, engines, world, train_step):
     actor = make_actor(tiny / "policy", world)
     train_step(actor)
     before = weights(actor)
@@ -88,7 +69,7 @@ def draw() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
-def test_random_generators_come_back(tmp_path, engines, world):
+def test_random_generators_are_restored(tmp_path, engines, world):
     folder = save(tmp_path, 1, engines, world)
     expected = [draw() for _ in range(3)]
     for _ in range(5):
@@ -97,7 +78,7 @@ def test_random_generators_come_back(tmp_path, engines, world):
     assert [draw() for _ in range(3)] == expected
 
 
-def test_old_checkpoints_go(tmp_path, engines, world):
+def test_old_checkpoints_are_deleted(tmp_path, engines, world):
     for number in (1, 2, 3, 10):
         save(tmp_path, number, engines, world, keep_last=2)
     assert steps_on_disk(tmp_path) == ["step_000003", "step_000010"]
@@ -108,7 +89,7 @@ def test_old_checkpoints_go(tmp_path, engines, world):
 
 @pytest.mark.parametrize("keep_last", [1, 2])
 def test_a_new_run_in_an_old_folder_keeps_its_own_checkpoint(tmp_path, engines, world, keep_last):
-    """run.resume = never starts at step 1 again, beside checkpoints with higher numbers."""
+    """run.resume = never starts at step 1 again, in a folder with checkpoints of higher steps."""
     for number in (50, 60):
         save(tmp_path, number, engines, world)
     folder = save(tmp_path, 4, engines, world, keep_last=keep_last)
@@ -125,15 +106,15 @@ def test_same_step_again_replaces_it(tmp_path, engines, world):
 
 
 class Killed(BaseException):
-    """Stands for the end of the process at this place."""
+    """Stands for a process that ends here."""
 
 
 FILE_OPERATIONS = [(os, "replace"), (shutil, "rmtree"), (torch, "save"), (Path, "write_text"), (Path, "mkdir")]
 
 
 @pytest.mark.parametrize("first_step", [1, 2], ids=["another step", "the same step"])
-def test_a_kill_anywhere_leaves_a_checkpoint_in_force(tmp_path, engines, world, monkeypatch, first_step):
-    """Kill before the n-th file operation of a save, for every n, and look at what a new process would find."""
+def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path, engines, world, monkeypatch, first_step):
+    """Kill a save before its n-th file operation, for every n, and check what a new process would find."""
     saved: list[str] = []
     for count in range(200):
         run_dir = tmp_path / str(count)
@@ -157,17 +138,20 @@ def test_a_kill_anywhere_leaves_a_checkpoint_in_force(tmp_path, engines, world, 
             except Killed:
                 killed = True
         found = checkpoint.latest(run_dir)
-        assert found is not None, f"killed before file operation {count}: no checkpoint is in force"
+        assert found is not None, f"killed before file operation {count}: no checkpoint is complete"
         saved.append(checkpoint.read_state(found)["note"])
         for name, engine in engines.items():
             engine.load(found / name)
-        save(run_dir, 5, engines, world, keep_last=1)  # and the next save works, leftovers or not
+        save(run_dir, 5, engines, world, keep_last=1)  # the next save works with what the killed one left
         assert checkpoint.latest(run_dir).name == "step_000005" and steps_on_disk(run_dir)[-1] == "step_000005"
         shutil.rmtree(run_dir)
         if not killed:
             break
     assert not killed and len(saved) > 8
-    assert saved == sorted(saved) and set(saved) == {"first", "second"}  # the old one up to some moment, then the new
+    assert saved == sorted(saved) and set(saved) == {
+        "first",
+        "second",
+    }  # the old one up to some operation, then the new one
 
 
 def test_kill_while_a_part_is_written(tmp_path, engines, world, monkeypatch):
@@ -192,7 +176,7 @@ def test_kill_while_a_part_is_written(tmp_path, engines, world, monkeypatch):
 
 
 class Slow(Snapshot):
-    """Is written when it is told to."""
+    """A snapshot that is written after `may_go` is set."""
 
     may_go = threading.Event()
 
@@ -215,10 +199,10 @@ def test_the_run_goes_on_while_a_checkpoint_is_written(tmp_path, tiny, world, tr
     train_step(actor)
     before = weights(actor)
     saver = checkpoint.Saver(tmp_path, keep_last=2, world=world)
-    saver.take("actor", SlowPart(actor))
+    saver.snapshot("actor", SlowPart(actor))
     saver.start(1, {})
     train_step(actor)
-    saver.surface()
+    saver.raise_if_failed()
     assert checkpoint.latest(tmp_path) is None
     Slow.may_go.set()
     saver.wait()
@@ -226,86 +210,29 @@ def test_the_run_goes_on_while_a_checkpoint_is_written(tmp_path, tiny, world, tr
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(actor).items())
 
 
-def test_what_cannot_be_written_is_an_error_of_the_run(tmp_path, engines, world):
+def test_a_failed_write_raises_in_the_run_once(tmp_path, engines, world):
     saver = checkpoint.Saver(tmp_path, keep_last=2, world=world)
-    saver.take("actor", engines["actor"])
+    saver.snapshot("actor", engines["actor"])
     (tmp_path / "checkpoints" / ".partial-step_000001").mkdir(parents=True)
     (tmp_path / "checkpoints" / ".partial-step_000001" / "actor").write_text("in the way")
     saver.start(1, {})
     with pytest.raises(OSError, match="step 1 could not be written; rank 0: FileExistsError"):
         saver.wait()
     assert checkpoint.latest(tmp_path) is None
-    saver.wait()  # said once
+    saver.wait()  # raises once
 
 
-def test_a_full_disk_is_refused_in_numbers(tmp_path, world):
+def test_a_full_disk_is_rejected_with_both_sizes(tmp_path, world):
     saver = checkpoint.Saver(tmp_path / "not_there_yet", keep_last=2, world=world)
     saver.check_space(1)
-    with pytest.raises(ConfigError, match=rf"takes 1,152,921,504,606,846,976 bytes and {tmp_path} has [\d,]+ free"):
+    folder = re.escape(str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"takes 1,152,921,504,606,846,976 bytes and {folder} has [\d,]+ free"):
         saver.check_space(1 << 60)
 
 
-def test_pointer_to_a_folder_that_is_gone(tmp_path, engines, world):
+def test_a_deleted_checkpoint_is_not_found(tmp_path, engines, world):
     shutil.rmtree(save(tmp_path, 1, engines, world))
     assert checkpoint.latest(tmp_path) is None
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("tied", [True, False])
-def test_export_is_an_ordinary_model_folder(tmp_path, tiny, world, stage, tied, train_step):
-    source = tmp_path / "source"
-    model = AutoModelForCausalLM.from_pretrained(tiny / "policy", tie_word_embeddings=tied)
-    if not tied:
-        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
-    model.generation_config = GenerationConfig(eos_token_id=[0, 4])
-    model.save_pretrained(source)
-    AutoTokenizer.from_pretrained(tiny / "policy").save_pretrained(source)
-    tokenizer = load_tokenizer(str(source))
-    actor = make_actor(source, world, stage)
-    train_step(actor)
-    folder = tmp_path / "export"
-    export.export(folder, actor, tokenizer, world)
-    export.export(folder, actor, tokenizer, world)  # over an older one
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-
-    exported = AutoModelForCausalLM.from_pretrained(folder).eval()
-    expected = weights(actor)
-    assert dict.fromkeys(expected, True) == {
-        name: torch.equal(p, expected[name]) for name, p in exported.named_parameters()
-    }
-    is_tied = exported.lm_head.weight.data_ptr() == exported.model.embed_tokens.weight.data_ptr()
-    assert is_tied == tied and exported.config.tie_word_embeddings == tied
-    assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
-
-    ids = torch.tensor([[5, 9, 3, 8, 0]])
-    if stage == 1:
-        with torch.no_grad():
-            torch.testing.assert_close(exported(ids).logits, actor.model(ids).logits, atol=1e-6, rtol=0)
-    assert load_tokenizer(str(folder)).get_vocab() == tokenizer.get_vocab()
-    assert load_tokenizer(str(folder))("3+4=") == tokenizer("3+4=")
-    assert eos_token_ids(str(folder), load_tokenizer(str(folder))) == [0, 4]
-
-
-def test_the_best_actor_is_kept(tmp_path, tiny, world, train_step):
-    actor, tokenizer, folder = (
-        make_actor(tiny / "policy", world, 1),
-        load_tokenizer(str(tiny / "policy")),
-        tmp_path / "b",
-    )
-
-    def offer(accuracy: float, number: int) -> bool:
-        return export.export_best(folder, actor, tokenizer, world, accuracy=accuracy, step=number)
-
-    assert offer(0.5, 1)
-    kept = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    train_step(actor)
-    assert not offer(0.5, 2) and not offer(0.25, 3)
-    again = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    assert all(torch.equal(again[name], kept[name]) for name in kept)
-    assert offer(0.75, 4)
-    better = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    assert not all(torch.equal(better[name], kept[name]) for name in kept)
-    assert json.loads((folder / "best.json").read_text()) == {"step": 4, "accuracy": 0.75}
 
 
 class Part:
@@ -323,23 +250,23 @@ def main() -> None:
     saver = checkpoint.Saver(folder / "run", keep_last=2, world=world)
     result = {}
     for number in (1, 2):
-        saver.take("part", Part(world))
+        saver.snapshot("part", Part(world))
         if number == 2 and world.rank == 1:
             place = folder / "run/checkpoints/.partial-step_000002/part"
             (place / "part_00001.safetensors").mkdir(parents=True)
         saver.start(number, {})
-        world.sum(torch.ones(1))  # the run's own collectives go on
+        world.sum(torch.ones(1))  # a collective of the run, meanwhile
         try:
             saver.wait()
         except OSError as error:
             result["error"] = str(error)
-    parts = Parts(checkpoint.latest(folder / "run") / "part")
+    parts = SavedTensors(checkpoint.latest(folder / "run") / "part")
     result |= {"step": checkpoint.read_state(checkpoint.latest(folder / "run"))["step"], "notes": parts.notes}
     result |= {name: parts[name].tolist() for name in parts.names}
     torch.save(result, folder / f"rank{world.rank}.pt")
 
 
-def test_two_ranks_write_and_every_rank_learns_what_failed(on_two_ranks):
+def test_two_ranks_write_and_every_rank_raises_what_failed(on_two_ranks):
     for result in on_two_ranks(__file__):
         assert result.pop("error").startswith("the checkpoint of step 2 could not be written; rank 1: ")
         assert result == {"step": 1, "notes": {"n": "1"}, "of rank 0": [0, 0, 0], "of rank 1": [1, 1, 1]}

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from hybrid_rl.checkpoints.snapshot import Parts
+from hybrid_rl.checkpoints.snapshot import SavedTensors
 from hybrid_rl.config import ConfigError, ModelsConfig, OptimizerConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
@@ -244,7 +244,7 @@ def test_ranks_have_the_same_whole_model_and_half_of_it_each(ran, name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_checkpoint_is_that_of_one_rank(ran, name):
-    found, expected = Parts(ran.folder / "pair" / name), Parts(ran.folder / "alone" / name)
+    found, expected = SavedTensors(ran.folder / "pair" / name), SavedTensors(ran.folder / "alone" / name)
     assert found.names == expected.names and found.notes == expected.notes
     tolerance = 1e-6 if CASES[name].dtype == "float32" else 0.016
     assert_same({n: found[n] for n in found.names}, {n: expected[n] for n in expected.names}, tolerance)

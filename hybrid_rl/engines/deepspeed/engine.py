@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybrid_rl.checkpoints.snapshot import Parts, Snapshot
+from hybrid_rl.checkpoints.snapshot import SavedTensors, Snapshot
 from hybrid_rl.config import OptimizerConfig, check
 from hybrid_rl.distributed import World
 from hybrid_rl.models.lora import (
@@ -309,4 +309,4 @@ class DeepSpeedEngine:
             FileNotFoundError: there is no such part in the folder.
             ConfigError: it was saved with other adapters or of another model.
         """
-        self._training_state.load(Parts(folder))
+        self._training_state.load(SavedTensors(folder))

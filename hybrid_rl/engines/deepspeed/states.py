@@ -22,7 +22,7 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
-from hybrid_rl.checkpoints.snapshot import Parts, Snapshot
+from hybrid_rl.checkpoints.snapshot import SavedTensors, Snapshot
 from hybrid_rl.config import check
 from hybrid_rl.distributed import World
 from hybrid_rl.engines.deepspeed.shards import Shards
@@ -68,7 +68,7 @@ class TrainingState:
             tensors=tensors, notes={"num_steps": str(self.num_steps), "adapters": json.dumps(self._adapters)}
         )
 
-    def load(self, parts: Parts) -> None:
+    def load(self, parts: SavedTensors) -> None:
         """Set all of it, the weights that compute included; for an engine that has taken no step yet.
 
         Raises:

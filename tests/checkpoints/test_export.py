@@ -1,0 +1,66 @@
+"""The export is an ordinary model folder."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from hybrid_rl.checkpoints import export
+from hybrid_rl.models.tokenizer import eos_token_ids, load_tokenizer
+from tests.checkpoints.conftest import make_actor, weights
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("tied", [True, False])
+def test_export_is_an_ordinary_model_folder(tmp_path, tiny, world, stage, tied, train_step):
+    source = tmp_path / "source"
+    model = AutoModelForCausalLM.from_pretrained(tiny / "policy", tie_word_embeddings=tied)
+    if not tied:
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    model.generation_config = GenerationConfig(eos_token_id=[0, 4])
+    model.save_pretrained(source)
+    AutoTokenizer.from_pretrained(tiny / "policy").save_pretrained(source)
+    tokenizer = load_tokenizer(str(source))
+    actor = make_actor(source, world, stage)
+    train_step(actor)
+    folder = tmp_path / "export"
+    export.export(folder, actor, tokenizer, world)
+    export.export(folder, actor, tokenizer, world)  # over an older one
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+    exported = AutoModelForCausalLM.from_pretrained(folder).eval()
+    expected = weights(actor)
+    assert dict.fromkeys(expected, True) == {
+        name: torch.equal(p, expected[name]) for name, p in exported.named_parameters()
+    }
+    is_tied = exported.lm_head.weight.data_ptr() == exported.model.embed_tokens.weight.data_ptr()
+    assert is_tied == tied and exported.config.tie_word_embeddings == tied
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+    ids = torch.tensor([[5, 9, 3, 8, 0]])
+    if stage == 1:
+        with torch.no_grad():
+            torch.testing.assert_close(exported(ids).logits, actor.model(ids).logits, atol=1e-6, rtol=0)
+    assert load_tokenizer(str(folder)).get_vocab() == tokenizer.get_vocab()
+    assert load_tokenizer(str(folder))("3+4=") == tokenizer("3+4=")
+    assert eos_token_ids(str(folder), load_tokenizer(str(folder))) == [0, 4]
+
+
+def test_only_a_better_actor_replaces_the_best_one(tmp_path, tiny, world, train_step):
+    actor, tokenizer = make_actor(tiny / "policy", world, 1), load_tokenizer(str(tiny / "policy"))
+    folder = tmp_path / "best"
+
+    def offer(accuracy: float, number: int) -> bool:
+        return export.export_best(folder, actor, tokenizer, world, accuracy=accuracy, step=number)
+
+    assert offer(0.5, 1)
+    kept = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    train_step(actor)
+    assert not offer(0.5, 2) and not offer(0.25, 3)
+    again = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(again[name], kept[name]) for name in kept)
+    assert offer(0.75, 4)
+    better = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert not all(torch.equal(better[name], kept[name]) for name in kept)
+    assert json.loads((folder / "best.json").read_text()) == {"step": 4, "accuracy": 0.75}
