@@ -1,0 +1,62 @@
+"""What the documentation says of the code is true, and what it links to exists."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from docs import draw_diagrams, draw_residency, generate_configuration
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.glob("*.md"), *ROOT.glob("*.md"), ROOT / "profiling" / "README.md"])
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_files_of_the_repository(page):
+    links = [link.partition("#")[0] for link in LINK.findall(page.read_text()) if "://" not in link]
+    assert [link for link in links if link and not (page.parent / link).exists()] == []
+
+
+def test_the_site_lists_every_page():
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    assert sorted(re.findall(r"[\w-]+\.md", navigation)) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
+def test_readme_has_at_most_120_lines():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_the_page_of_settings_is_what_the_dataclasses_say():
+    assert generate_configuration.PAGE.read_text() == generate_configuration.page(), (
+        "write it anew: python docs/generate_configuration.py"
+    )
+
+
+def test_the_picture_of_residency_is_what_the_table_says():
+    assert draw_residency.PICTURE.read_text() == draw_residency.draw(), "draw it anew: python docs/draw_residency.py"
+
+
+@pytest.mark.parametrize("name", draw_diagrams.PICTURES)
+def test_diagrams_are_what_the_script_draws(name):
+    path = draw_diagrams.IMAGES / f"{name}.svg"
+    assert path.read_text() == draw_diagrams.PICTURES[name](), "draw it anew: python docs/draw_diagrams.py"
+
+
+def texts(folder: Path) -> str:
+    """Return all text constants of the Python files in a folder, one a line; parts of an f-string stand apart."""
+    trees = [ast.parse(path.read_text()) for path in sorted(folder.rglob("*.py"))]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def test_messages_under_troubleshooting_are_messages_of_the_code():
+    known = "\n".join(texts(ROOT / folder) for folder in ("hybrid_rl", "launch")) + (ROOT / "Makefile").read_text()
+    rows = [line.split(" | ")[0] for line in (DOCS / "troubleshooting.md").read_text().splitlines() if line[:1] == "|"]
+    ours = [row.replace("\\|", "|") for row in rows if "vLLM:" not in row and "CUDA out of memory" not in row]
+    messages = [message for row in ours for message in re.findall(r"`([^`]+)`", row)]
+    fragments = [part.strip(" ;:[]()") for message in messages for part in message.split("...")]
+    assert [part for part in fragments if len(part) > 8 and part not in known] == []
+    assert len(fragments) > 40
