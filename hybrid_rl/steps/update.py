@@ -1,8 +1,8 @@
-"""One batch of rollouts becomes optimizer steps of critic and actor."""
+"""Updates of actor and critic: one optimizer step per mini-batch, one forward and backward per micro-batch."""
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -21,46 +21,63 @@ from hybrid_rl.models.packed import packed_inputs
 Sums = dict[str, Tensor]
 """Weighted sums over the tokens of a micro-batch; over a whole mini-batch and all ranks they are means."""
 
+MicroBatchLoss = Callable[[TrainBatch, Packed, Tensor], tuple[Tensor, Sums]]
+"""From this rank's batch, a micro-batch of it, and the loss weights [R] of its response tokens, to the loss, a scalar
+with gradient, and the sums for the metrics."""
+
 PtxBackward = Callable[[TrainEngine], float]
-"""Back-propagates a language-model loss on its own data, once per optimizer step, and returns it."""
+"""Adds the gradient of a language-model loss on other data, once per optimizer step, and returns the loss."""
 
 
 def num_optimizer_steps(step_sizes: Iterable[int], config: UpdateConfig) -> int:
-    """Return the optimizer steps of some steps, given how many responses each has: what a schedule runs over."""
+    """Return the optimizer steps of some steps of the loop, given the number of responses of each."""
     return sum(config.num_epochs * -(-size // config.mini_batch_size) for size in step_sizes)
+
+
+# Mini-batches
 
 
 def balance_mini_batches(
     batch: TrainBatch, size: int, *, seed: int, world: World
 ) -> tuple[TrainBatch, list[list[int]]]:
-    """Draw mini-batches, and let the ranks exchange sequences until each has as many tokens of every mini-batch.
+    """Draw mini-batches, and exchange sequences so that each rank has about as many tokens of every mini-batch.
 
-    Ranks wait for each other in every micro-batch. With the sequences left where they were scored, a mini-batch of 128
-    of equal length, packed by 32, would take two ranks 2.9 micro-batches on average instead of 2.
+    Ranks wait for each other in every micro-batch, so a rank with more tokens of a mini-batch than others delays them.
 
+    Args:
+        batch: this rank's sequences.
+        size:  sequences of a mini-batch, all ranks.
+        seed:  draws the mini-batches; the result is the same for any number of ranks.
+        world: the ranks that exchange; a collective.
     Returns:
-        This rank's sequences, and its rows of each mini-batch. Every global mini-batch has `size` sequences but perhaps
-        the last, and the same ones for any number of ranks. A rank may hold none of one.
+        batch: the sequences of this rank after the exchange.
+        rows:  for each mini-batch its rows in that batch, perhaps none. All mini-batches have `size` sequences over all
+               ranks, the last one possibly fewer.
     """
     ids = batch.sequence_ids.tolist()
     found = world.all_gather(dict(zip(ids, batch.sequence_lengths, strict=True)))
     lengths = {sequence_id: length for part in found for sequence_id, length in part.items()}
     order = sorted(lengths)
     random.Random(seed).shuffle(order)
-    chunks = [order[first : first + size] for first in range(0, len(order), size)]
-    ranks: dict[int, int] = {}
-    for chunk in chunks:
-        ranks |= zip(chunk, balance([lengths[i] for i in chunk], world.size), strict=True)
-    rows_of = [[row for row, i in enumerate(ids) if ranks[i] == rank] for rank in range(world.size)]
-    share = batch if world.size == 1 else join(world.all_to_all([batch.select(rows) for rows in rows_of]))
-    row_of = {sequence_id: row for row, sequence_id in enumerate(share.sequence_ids.tolist())}
-    return share, [[row_of[i] for i in chunk if i in row_of] for chunk in chunks]
+    mini_batches = [order[first : first + size] for first in range(0, len(order), size)]
+    rank_of: dict[int, int] = {}
+    for mini_batch in mini_batches:
+        rank_of |= zip(mini_batch, balance([lengths[i] for i in mini_batch], world.size), strict=True)
+    if world.size > 1:
+        rows_for = [[row for row, i in enumerate(ids) if rank_of[i] == rank] for rank in range(world.size)]
+        batch = join(world.all_to_all([batch.select(rows) for rows in rows_for]))
+    row_of = {sequence_id: row for row, sequence_id in enumerate(batch.sequence_ids.tolist())}
+    return batch, [[row_of[i] for i in mini_batch if i in row_of] for mini_batch in mini_batches]
 
 
 def mini_batch_weights(
     batch: TrainBatch, rows: list[int], config: UpdateConfig, world: World, max_response_tokens: int
 ) -> Tensor:
-    """Return the loss weight of every token, [B, T]: normalised over the mini-batch on all ranks, 0 outside it."""
+    """Return the loss weight of every token, [B, T] float32: normalised over the mini-batch on all ranks.
+
+    Args:
+        rows: rows of the mini-batch on this rank; the weights of other rows are 0.
+    """
     counted = batch.response_mask if batch.loss_mask is None else batch.loss_mask
     mask = torch.zeros_like(counted)
     mask[rows] = counted[rows]
@@ -74,22 +91,30 @@ def mini_batch_weights(
     )
 
 
-def _micro_batches(
-    batch: TrainBatch, rows: list[int], config: UpdateConfig, world: World
-) -> Iterator[tuple[Packed, bool]]:
-    """Yield (packed, is_last) over some rows; every rank yields equally often, a rank's last ones may be dummies."""
-    pieces = world.pad_to_longest(split(batch.sequence_lengths, config.micro_batch_tokens, rows))
-    for place, piece in enumerate(pieces):
-        yield pack(batch, piece, world.device), place == len(pieces) - 1
+# Optimizer steps
 
 
-def _check_finite(losses: list[tuple[Tensor, Packed]], batch: TrainBatch) -> None:
-    """Raise FloatingPointError that names the sequences of the first micro-batch with a bad loss."""
-    is_bad = ~torch.stack([loss for loss, _ in losses]).isfinite()
-    if is_bad.any():
-        loss, packed = losses[int(is_bad.nonzero()[0])]
-        ids = batch.sequence_ids[packed.rows].tolist()
-        raise FloatingPointError(f"loss is {float(loss)} in a micro-batch of the sequences {ids}")
+class _Totals:
+    """Sums of metrics over optimizer steps. They stay on the device, because reading one waits for the device."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._sums: Sums = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=world.device))
+
+    def add(self, sums: Sums) -> None:
+        """Add this rank's sums."""
+        for name, value in sums.items():
+            self._sums[name] += value.detach().double()
+
+    def add_common(self, name: str, value: float) -> None:
+        """Add a value that all ranks have, which counts once."""
+        self._sums[name] += value / self._world.size
+
+    def means(self, num_steps: int) -> dict[str, float]:
+        """Return the sums over all ranks, divided by the number of optimizer steps."""
+        names = sorted(self._sums)
+        summed = self._world.sum(torch.stack([self._sums[name] for name in names]).cpu())
+        return {name: float(value) / num_steps for name, value in zip(names, summed, strict=True)}
 
 
 def _update(
@@ -100,35 +125,62 @@ def _update(
     *,
     seed: int,
     max_response_tokens: int,
-    compute_loss: Callable[[TrainBatch, Packed, Tensor], tuple[Tensor, Sums]],
+    compute_loss: MicroBatchLoss,
     ptx: PtxBackward | None = None,
 ) -> dict[str, float]:
-    """Run all epochs and mini-batches with a loss per micro-batch; return its sums, averaged over optimizer steps.
-
-    Losses and sums stay on the device until the step: reading one waits for the device.
-    """
-    totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=world.device))
-    num_steps = 0
+    """Take one optimizer step per mini-batch, in every epoch; return metrics averaged over the optimizer steps."""
+    totals, num_steps = _Totals(world), 0
     for epoch in range(config.num_epochs):
-        share, mini_batches = balance_mini_batches(batch, config.mini_batch_size, seed=seed + epoch, world=world)
+        local, mini_batches = balance_mini_batches(batch, config.mini_batch_size, seed=seed + epoch, world=world)
         for rows in mini_batches:
-            weights = mini_batch_weights(share, rows, config, world, max_response_tokens)
-            losses: list[tuple[Tensor, Packed]] = []
+            weights = mini_batch_weights(local, rows, config, world, max_response_tokens)
             if ptx is not None:
-                totals["ptx_loss"] += ptx(engine) / world.size
-            for packed, is_last in _micro_batches(share, rows, config, world):
-                loss, sums = compute_loss(share, packed, packed.gather(weights))
-                losses.append((loss.detach(), packed))
-                engine.backward(loss, is_last=is_last)
-                for name, value in sums.items():
-                    totals[name] += value.detach().double()
-            _check_finite(losses, share)
-            totals["lr"] += engine.lr / world.size
-            totals["grad_norm"] += engine.step() / world.size
+                totals.add_common("ptx_loss", ptx(engine))
+            pieces = world.pad_to_longest(split(local.sequence_lengths, config.micro_batch_tokens, rows))
+            mini_batch = _MiniBatch(batch=local, weights=weights, pieces=pieces)
+            _backward(engine, mini_batch, compute_loss, totals, world.device)
+            totals.add_common("lr", engine.lr)
+            totals.add_common("grad_norm", engine.step())
             num_steps += 1
-    names = sorted(totals)
-    summed = world.sum(torch.stack([totals[name] for name in names]).cpu())
-    return {name: float(value) / num_steps for name, value in zip(names, summed, strict=True)}
+    return totals.means(num_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MiniBatch:
+    """This rank's sequences of one optimizer step."""
+
+    batch: TrainBatch
+    """All sequences of this rank in the epoch."""
+    weights: Tensor
+    """[B, T] float32; see `mini_batch_weights`."""
+    pieces: list[list[int]]
+    """Rows of each micro-batch. Every rank has equally many pieces, the last ones perhaps without rows."""
+
+
+def _backward(
+    engine: TrainEngine, mini_batch: _MiniBatch, compute_loss: MicroBatchLoss, totals: _Totals, device: torch.device
+) -> None:
+    """Accumulate the gradients of a mini-batch, micro-batch by micro-batch, and add its sums to the totals.
+
+    Raises:
+        FloatingPointError: the loss of a micro-batch is not finite; names its sequences.
+    """
+    batch, pieces = mini_batch.batch, mini_batch.pieces
+    losses: list[Tensor] = []
+    for place, rows in enumerate(pieces):
+        packed = pack(batch, rows, device)
+        loss, sums = compute_loss(batch, packed, packed.gather(mini_batch.weights))
+        losses.append(loss.detach())
+        engine.backward(loss, is_last=place == len(pieces) - 1)
+        totals.add(sums)
+    is_bad = ~torch.stack(losses).isfinite()
+    if is_bad.any():
+        place = int(is_bad.nonzero()[0])
+        ids = batch.sequence_ids[pieces[place]].tolist()
+        raise FloatingPointError(f"loss is {float(losses[place])} in a micro-batch of the sequences {ids}")
+
+
+# Actor and critic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +189,9 @@ class KlInLoss:
 
     coef: float
     estimator: str
+    """A name in specs.KL_ESTIMATORS."""
     is_unbiased: bool
+    """Weight by the ratio to the old policy; see `kl_loss`."""
 
 
 class ActorLoss:
@@ -146,11 +200,12 @@ class ActorLoss:
     def __init__(
         self, packed: Packed, batch: TrainBatch, weights: Tensor, config: UpdateConfig, kl: KlInLoss | None
     ) -> None:
+        """Gather what the loss reads of the batch, [R] each; weights [R] are those of `mini_batch_weights`."""
         assert batch.old_logprobs is not None and batch.advantages is not None
         self._config = config
         self._kl = kl
         self._weights = weights
-        self._factor = weights if batch.loss_weights is None else weights * packed.gather(batch.loss_weights)
+        self._policy_weights = weights if batch.loss_weights is None else weights * packed.gather(batch.loss_weights)
         self._old = packed.gather(batch.old_logprobs)
         self._advantages = packed.gather(batch.advantages)
         self._ref: Tensor | None = None
@@ -162,19 +217,19 @@ class ActorLoss:
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether a token's loss depends on no other token, as all but those of a sequence's ratio."""
+        """Whether a token's loss depends on no other token, so that it can be computed in slices."""
         return not POLICY_LOSSES[self._config.policy_loss].is_sequence_level
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, tokens: slice) -> Tensor:
         """Return the weighted losses [n] of some tokens, given their log-probs and entropies [n]."""
-        loss = self._factor[tokens] * self._policy(logprobs, tokens)[0]
+        loss = self._policy_weights[tokens] * self._policy_loss(logprobs, tokens)[0]
         if self._config.entropy_coef:
             loss = loss - self._config.entropy_coef * self._weights[tokens] * entropy
         if self._kl is not None:
             loss = loss + self._kl.coef * self._weights[tokens] * self._kl_loss(self._kl, logprobs, tokens)
         return loss
 
-    def _policy(self, logprobs: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
+    def _policy_loss(self, logprobs: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
         config = self._config
         return policy_loss(
             logprobs,
@@ -194,11 +249,11 @@ class ActorLoss:
 
     @torch.no_grad()
     def sums(self, logprobs: Tensor, entropy: Tensor) -> Sums:
-        """Return what to log of all tokens, given their log-probs and entropies [R]."""
+        """Return the sums for the metrics over all tokens, given their log-probs and entropies [R]."""
         everything, log_ratio = slice(0, len(logprobs)), logprobs - self._old
-        token_loss, is_clipped = self._policy(logprobs, everything)
+        token_loss, is_clipped = self._policy_loss(logprobs, everything)
         found = {
-            "loss": (self._factor * token_loss).sum(),
+            "loss": (self._policy_weights * token_loss).sum(),
             "clip_fraction": (self._weights * is_clipped).sum(),
             "ratio": (self._weights * log_ratio.exp()).sum(),
             "log_ratio": (self._weights * log_ratio.abs()).sum(),
@@ -224,12 +279,21 @@ def update_actor(
 ) -> dict[str, float]:
     """Take the optimizer steps of the actor on a batch with advantages; return metrics averaged over them.
 
-    loss = (1 - ptx_coef) (policy loss - entropy_coef * entropy + kl.coef * KL), and what ptx back-propagates itself.
+    loss = (1 - ptx_coef) * (policy loss - entropy_coef * entropy + kl.coef * KL) + the loss of ptx, weighted by itself.
+
+    Args:
+        batch:               this rank's sequences; their old_logprobs and advantages, with kl also ref_logprobs.
+        world:               the ranks that hold different sequences.
+        seed:                draws the mini-batches.
+        temperature:         divides the logits, as in the rollout.
+        max_response_tokens: normaliser of the aggregation sequence_sum_constant.
+    Raises:
+        FloatingPointError: a loss is not finite.
     """
 
-    def compute_loss(share: TrainBatch, packed: Packed, weights: Tensor) -> tuple[Tensor, Sums]:
+    def compute_loss(local: TrainBatch, packed: Packed, weights: Tensor) -> tuple[Tensor, Sums]:
         inputs = packed_inputs(packed) | {"index": packed.response_index, "targets": packed.targets}
-        token_loss = ActorLoss(packed, share, weights, config, kl)
+        token_loss = ActorLoss(packed, local, weights, config, kl)
         if token_loss.is_elementwise:
             loss, logprobs, entropy = engine.forward(**inputs, temperature=temperature, loss_of_logprobs=token_loss)
         else:
@@ -252,12 +316,15 @@ def update_actor(
 def update_critic(
     engine: TrainEngine, batch: TrainBatch, config: UpdateConfig, world: World, *, seed: int, max_response_tokens: int
 ) -> dict[str, float]:
-    """Take the optimizer steps of the critic on a batch with value targets; return metrics averaged over them."""
+    """Take the optimizer steps of the critic on a batch with values and returns; return metrics averaged over them.
 
-    def compute_loss(share: TrainBatch, packed: Packed, weights: Tensor) -> tuple[Tensor, Sums]:
-        assert share.values is not None and share.returns is not None
+    Args and Raises: see `update_actor`.
+    """
+
+    def compute_loss(local: TrainBatch, packed: Packed, weights: Tensor) -> tuple[Tensor, Sums]:
+        assert local.values is not None and local.returns is not None
         values = engine.forward(**packed_inputs(packed), index=packed.response_index)
-        old_values, returns = packed.gather(share.values), packed.gather(share.returns)
+        old_values, returns = packed.gather(local.values), packed.gather(local.returns)
         token_loss, is_clipped = value_loss(values, old_values, returns, value_clip=config.value_clip)
         loss = (weights * token_loss).sum()
         return loss, {"loss": loss, "clip_fraction": (weights * is_clipped).sum(), "value": (weights * values).sum()}
