@@ -1,1 +1,1 @@
-"""Timeline, metrics, progress display and the files a run writes."""
+"""Timeline, metrics, progress display and the record of a run."""

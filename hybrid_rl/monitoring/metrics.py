@@ -1,4 +1,4 @@
-"""Where the time went and what came out: the timeline, a row of metrics per step, TensorBoard, the rollouts."""
+"""Files of metrics and rollouts: metrics.jsonl, TensorBoard events and rollouts/step_*.jsonl."""
 
 import json
 import math
@@ -11,11 +11,13 @@ from hybrid_rl.atomic import write_atomically
 
 
 class MetricsWriter:
-    """Appends one row per step to metrics.jsonl and mirrors it into TensorBoard."""
+    """Writes a row of metrics per step to metrics.jsonl and to TensorBoard."""
 
     def __init__(self, run_dir: Path, resume_step: int = 0) -> None:
-        """Open the files of a run; rows from resume_step on, which this run writes again, are removed first."""
-        from torch.utils.tensorboard import SummaryWriter  # takes a second to import, and only rank 0 writes
+        """Open the files of a run, and delete the rows from `resume_step` on, which the run writes again."""
+        from torch.utils.tensorboard import (
+            SummaryWriter,
+        )  # imported here because it takes a second and only rank 0 writes
 
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / "metrics.jsonl"
@@ -26,10 +28,10 @@ class MetricsWriter:
         self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the row of a step; it is on the disk when this returns.
+        """Append the row of a step and flush it to the disk.
 
         Raises:
-            ValueError: a metric is not finite, or the step is not after the last one written.
+            ValueError: a metric is not finite, or the step does not exceed the last one in the file.
         """
         for name, value in metrics.items():
             if not math.isfinite(value):
@@ -47,13 +49,13 @@ class MetricsWriter:
             self._tensorboard.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Flush and close both."""
+        """Close both files."""
         self._file.close()
         self._tensorboard.close()
 
 
 def write_rollouts(run_dir: Path, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Write a step's rollouts, one JSON object per line, and return the file; an earlier one is replaced."""
+    """Write or replace the rollouts of a step, one JSON object per line, and return the file."""
     path = run_dir / "rollouts" / f"step_{step:06d}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows))
@@ -61,7 +63,7 @@ def write_rollouts(run_dir: Path, step: int, rows: Iterable[Mapping[str, Any]]) 
 
 
 def _complete_lines(path: Path) -> list[str]:
-    """Return the file's lines, none if it does not exist, without one that a killed process left half written."""
+    """Return the lines of a file without one that a killed process wrote in part; none if there is no file."""
     if not path.exists():
         return []
     with path.open(encoding="utf-8") as file:

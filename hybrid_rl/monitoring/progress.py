@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one live line in a terminal, one line per step elsewhere."""
+"""Display of a run: a progress bar in a terminal, a line per step in a log."""
 
 import time
 from collections.abc import Mapping
@@ -8,21 +8,24 @@ from typing import Self
 import rich.progress
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
-# Name of the metric, label, format. What a step lacks, as accuracy between evaluations, stays as it was.
 _SHOWN = (
     ("reward", "reward", ".3f"),
     ("kl", "KL", ".4f"),
     ("accuracy", "accuracy", ".1%"),
     ("tokens_per_s", "tokens/s", ",.0f"),
 )
+"""Metric, label and format of the values on display; a metric that a step lacks, such as accuracy, keeps its value."""
+MAX_TABLE_WIDTH = 1000
 
 
 class Progress:
-    """Live display of a run, a context manager; `Console(quiet=True)` silences it on the other ranks."""
+    """Display of a run on rank 0; a context manager."""
 
     def __init__(self, num_steps: int, first_step: int = 1, console: Console | None = None) -> None:
+        """Prepare the display of the steps first_step to num_steps; None prints to stdout."""
         self._console = console or Console()
         self._num_steps = num_steps
         self._first_step = first_step
@@ -53,11 +56,11 @@ class Progress:
         self._bar.stop()
 
     def show_phase(self, phase: str) -> None:
-        """Show what runs now; a terminal only."""
+        """Show the current phase; in a terminal only."""
         self._bar.update(self._task, phase=phase)
 
     def show_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that a step is done, with those of its metrics that a person watches."""
+        """Show that a step is done, with some of its metrics."""
         self._shown.update({label: format(metrics[name], form) for name, label, form in _SHOWN if name in metrics})
         values = "  ".join(f"{label} {value}" for label, value in self._shown.items())
         elapsed = time.monotonic() - self._start
@@ -69,7 +72,7 @@ class Progress:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def summary(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
-        """Print two evaluations side by side, a row per metric that both have."""
+        """Print a table of two evaluations with a row per metric that both have."""
         table = Table("metric", box=box.SIMPLE)
         for title in ("before", "after", "change"):
             table.add_column(title, justify="right")
@@ -78,7 +81,9 @@ class Progress:
             table.add_row(
                 name, _number(before[name]), _number(after[name]), f"{'+' if change >= 0 else ''}{_number(change)}"
             )
-        self._console.print(table)
+        wide = self._console.options.update(width=MAX_TABLE_WIDTH)
+        table.width = Measurement.get(self._console, wide, table).maximum  # rows never wrap, however narrow the console
+        self._console.print(table, crop=False, soft_wrap=True)
 
 
 def _number(value: float) -> str:

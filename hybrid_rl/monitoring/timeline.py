@@ -12,24 +12,27 @@ import torch
 
 from hybrid_rl.atomic import write_atomically
 
-# A build without CUDA has no NVTX; asking for the build, not the device, leaves the driver untouched.
-_HAS_NVTX = torch.version.cuda is not None
-
-
-# 10 MB of JSON, written in 0.3 s, so that a file after every step stays cheap. A longer run keeps its latest events.
-_MAX_EVENTS = 50_000
+_HAS_NVTX = torch.version.cuda is not None  # a property of the build; asking for a device would initialise the driver
+MAX_EVENTS = 50_000
+"""Events that a timeline keeps, about 10 MB of JSON."""
 
 
 class Timeline:
-    """Spans and counters of one rank as Chrome trace events, which https://ui.perfetto.dev opens.
+    """Records spans and counters as Chrome trace events, which https://ui.perfetto.dev shows.
 
-    Spans are host time: a kernel still in flight counts for the span that waits for it. Time stamps come from the
-    monotonic clock, so the files of all ranks of a node share one axis.
+    Spans measure host time: a kernel that is still in flight counts for the span that waits for it. Time stamps come
+    from the monotonic clock, so that the files of all ranks of a node have the same time axis.
     """
 
-    def __init__(self, rank: int = 0) -> None:
+    def __init__(self, rank: int = 0, *, max_events: int = MAX_EVENTS) -> None:
+        """Start without events.
+
+        Args:
+            rank: process id of the events.
+            max_events: number of events to keep; older ones are dropped.
+        """
         self._rank = rank
-        self._events: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
+        self._events: deque[dict[str, Any]] = deque(maxlen=max_events)
         self._lanes: dict[str, int] = {}
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
@@ -37,13 +40,14 @@ class Timeline:
     def span(
         self, name: str, *, phase: str = "", step: int | None = None, lane: str = "main", **args: Any
     ) -> Iterator[dict[str, Any]]:
-        """Record the body's duration, also as an NVTX range `step/phase/name` where PyTorch is built with CUDA.
+        """Record the duration of the body, also as an NVTX range `step/phase/name` where PyTorch is built with CUDA.
 
         Args:
-            name: what runs; `take_seconds` sums durations by it.
-            phase, step: kept with the event.
-            lane: row of the timeline. Spans of one lane must nest.
-            **args: JSON values kept with the event. The body may add more to the yielded dict; `bytes` makes GB_per_s.
+            name: name of the event; `take_seconds` sums durations by name.
+            phase, step: attributes of the event.
+            lane: row of the timeline; spans of one lane must nest.
+            **args: further attributes of the event, as JSON values. The body may add some to the dictionary that it
+                gets; `bytes` adds GB_per_s.
         """
         if _HAS_NVTX:
             torch.cuda.nvtx.range_push("/".join(str(part) for part in (step, phase, name) if part not in (None, "")))
@@ -64,17 +68,17 @@ class Timeline:
             )
 
     def counter(self, name: str, **values: float) -> None:
-        """Record values that hold from now on; Perfetto stacks the values of one counter."""
+        """Record values that hold until the next call with this name; Perfetto stacks the values of a counter."""
         event = {"name": name, "ph": "C", "ts": time.monotonic_ns() / 1e3, "pid": self._rank, "args": values}
         self._events.append(event)
 
     def take_seconds(self) -> dict[str, float]:
-        """Return the seconds per span name since the last call; a span inside another counts in both."""
+        """Return span name -> seconds, over all spans that ended after the last call; nested spans count in both."""
         seconds, self._seconds = dict(self._seconds), defaultdict(float)
         return seconds
 
     def write(self, path: Path) -> None:
-        """Write everything recorded so far as one JSON file, atomically."""
+        """Write the recorded events as one JSON file, atomically."""
         names = [{"name": "process_name", "ph": "M", "pid": self._rank, "args": {"name": f"rank {self._rank}"}}]
         names += [
             {"name": "thread_name", "ph": "M", "pid": self._rank, "tid": tid, "args": {"name": lane}}
@@ -85,21 +89,21 @@ class Timeline:
 
 
 class CudaProfiler:
-    """Tells a profiler that waits for it, such as Nsight Systems, between which steps to record."""
+    """Starts and stops a profiler that waits for the CUDA profiler API, such as Nsight Systems."""
 
     def __init__(self, steps: tuple[int, int] | None) -> None:
-        """Take first and last step, both recorded; None is none."""
+        """Take the first and the last step to record; None records none."""
         self._steps = steps
         self._is_on = False
 
     def before(self, step: int) -> None:
-        """Start recording if this is the first step to record; to be called as often as one likes."""
+        """Start to record if `step` is the first step to record; further calls in this step have no effect."""
         if self._steps and not self._is_on and step == self._steps[0]:
             torch.cuda.profiler.start()
             self._is_on = True
 
     def after(self, step: int) -> None:
-        """Stop after the last one."""
+        """Stop if `step` is the last step to record."""
         if self._steps and self._is_on and step == self._steps[1]:
             torch.cuda.profiler.stop()
             self._is_on = False

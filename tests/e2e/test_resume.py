@@ -240,4 +240,4 @@ def test_a_finished_run_says_so(make_config, train_here, launch, tmp_path):
     train_here(config)
     ended = launch(config)
     assert ended.code == 0, ended.output
-    assert f"all 1 steps of {config.run_dir} are done: nothing to train" in ended.output.replace("\n", "")
+    assert f"all 1 steps of {config.run_dir} are done: nothing to train" in ended.output

@@ -1,3 +1,5 @@
+"""What the display of a run shows, whatever the width of the console."""
+
 from io import StringIO
 
 import pytest
@@ -11,7 +13,7 @@ def screen():
     return StringIO()
 
 
-def test_elsewhere_than_a_terminal_each_step_is_one_line(screen, monkeypatch):
+def test_without_a_terminal_each_step_is_one_line(screen, monkeypatch):
     monkeypatch.setattr("time.monotonic", lambda: 100.0)
     with Progress(3, console=Console(file=screen, width=20)) as progress:
         progress.show_phase("ROLLOUT")
@@ -26,7 +28,7 @@ def test_elsewhere_than_a_terminal_each_step_is_one_line(screen, monkeypatch):
 def test_time_left_counts_only_the_steps_of_this_run(screen, monkeypatch):
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    with Progress(110, first_step=101, console=Console(file=screen)) as progress:
+    with Progress(110, first_step=101, console=Console(file=screen, width=20)) as progress:
         now = 100.0 + 2 * 1800
         progress.show_step(102, {})
     assert screen.getvalue().endswith("1:00:00 elapsed  4:00:00 left\n")
@@ -48,8 +50,9 @@ def test_a_quiet_console_prints_nothing(screen):
     assert screen.getvalue() == ""
 
 
-def test_summary_compares_what_both_have(screen):
-    progress = Progress(1, console=Console(file=screen, width=80))
+@pytest.mark.parametrize("width", [10, 80, 200])
+def test_summary_compares_what_both_have(screen, width):
+    progress = Progress(1, console=Console(file=screen, width=width))
     progress.summary({"accuracy": 0.125, "length": 2000, "old": 1.0}, {"accuracy": 0.875, "length": 1500, "new": 1.0})
     cells = [line.split() for line in screen.getvalue().splitlines()]
     assert ["metric", "before", "after", "change"] in cells

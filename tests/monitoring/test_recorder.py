@@ -1,4 +1,4 @@
-"""What a step leaves behind."""
+"""The files and the row of metrics that a step writes."""
 
 import json
 from dataclasses import replace
@@ -7,27 +7,17 @@ import pytest
 import torch
 import yaml
 
-from hybrid_rl.batch import Prompt, Rollout, make_train_batch
+from hybrid_rl.batch import make_train_batch
 from hybrid_rl.config import Config, ConfigError, ModelsConfig, RunConfig, as_dict
 from hybrid_rl.distributed import World
 from hybrid_rl.monitoring.recorder import Recorder
+from tests.conftest import make_rollout
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 
 
-def make_rollout(prompt_id: int, num_tokens: int, *, is_truncated: bool = False) -> Rollout:
-    return Rollout(
-        prompt=Prompt(prompt_id=prompt_id, text=f"p{prompt_id}", token_ids=[1, 2], answer="a"),
-        sequence_id=prompt_id,
-        response_ids=[3] * num_tokens,
-        rollout_logprobs=[-1.0] * num_tokens,
-        is_truncated=is_truncated,
-        text="t" * num_tokens,
-    )
-
-
 def write_steps(config: Config, first_step: int, last_step: int) -> list[dict[str, float]]:
-    rollouts = [make_rollout(0, 1), make_rollout(1, 3, is_truncated=True)]
+    rollouts = [make_rollout(response_ids=[3]), make_rollout(response_ids=[3] * 3, prompt_id=1, is_truncated=True)]
     batch = make_train_batch(rollouts).with_fields(rewards=torch.tensor([1.0, 0.0]))
     with Recorder(config, ALONE, ALONE) as recorder:
         recorder.open(first_step)
@@ -74,10 +64,14 @@ def test_files_of_a_run(config: Config) -> None:
     assert list((folder / "tensorboard").iterdir())
 
 
-def test_a_finished_run_says_so(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("columns", ["20", "200"])
+def test_a_finished_run_says_so_in_one_line(
+    config: Config, columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
     with Recorder(config, ALONE, ALONE) as recorder:
         recorder.open(4)
-    assert "all 3 steps of" in capsys.readouterr().out
+    assert f"all 3 steps of {config.run_dir} are done: nothing to train\n" in capsys.readouterr().out
 
 
 def test_a_resumed_run_writes_its_steps_once(config: Config) -> None:
@@ -90,6 +84,6 @@ def test_a_resumed_run_writes_its_steps_once(config: Config) -> None:
     ]
 
 
-def test_profiling_without_a_gpu_is_refused(config: Config) -> None:
+def test_profiling_without_a_gpu_is_rejected(config: Config) -> None:
     with pytest.raises(ConfigError, match=r"run.profile_steps = \[3, 4\]: there is no GPU"):
         Recorder(replace(config, run=replace(config.run, profile_steps=(3, 4))), ALONE, ALONE)
