@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rl.batch import Prompt, Rollout, make_train_batch, pack
+from hybrid_rl.batch import make_train_batch, pack
 from hybrid_rl.config import LoraConfig, ModelsConfig, OptimizerConfig
 from hybrid_rl.distributed import join_world
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
 from hybrid_rl.models.loading import load_actor
 from hybrid_rl.models.packed import packed_inputs
+from tests.conftest import make_rollout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -21,16 +22,7 @@ def make_inputs() -> dict[str, Any]:
     rollouts = []
     for i, (p, r) in enumerate([(5, 20), (60, 3), (17, 31)]):
         ids = torch.randint(1, 32_000, (p + r,), generator=generator).tolist()
-        rollouts.append(
-            Rollout(
-                prompt=Prompt(prompt_id=i, text="", token_ids=ids[:p]),
-                sequence_id=i,
-                response_ids=ids[p:],
-                rollout_logprobs=[],
-                is_truncated=False,
-                text="",
-            )
-        )
+        rollouts.append(make_rollout(ids[:p], ids[p:], prompt_id=i))
     packed = pack(make_train_batch(rollouts), [0, 1, 2], torch.device("cuda"))
     return packed_inputs(packed) | {"index": packed.response_index, "targets": packed.targets, "temperature": 1.0}
 

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_rl.batch import Prompt, Rollout, make_train_batch, pack
+from hybrid_rl.batch import make_train_batch, pack
 from hybrid_rl.config import ModelsConfig
 from hybrid_rl.models.loading import load_actor
 from hybrid_rl.models.packed import packed_inputs
 from hybrid_rl_kernels import fused_logprobs
+from tests.conftest import make_rollout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 HAS_FLASH = importlib.util.find_spec("flash_attn") is not None
@@ -21,16 +22,7 @@ def make_batch(lengths: list[tuple[int, int]]):
     rollouts = []
     for i, (prompt_length, response_length) in enumerate(lengths):
         ids = torch.randint(1, 32_000, (prompt_length + response_length,), generator=generator).tolist()
-        rollouts.append(
-            Rollout(
-                prompt=Prompt(prompt_id=i, text="", token_ids=ids[:prompt_length]),
-                sequence_id=i,
-                response_ids=ids[prompt_length:],
-                rollout_logprobs=[0.0] * response_length,
-                is_truncated=False,
-                text="",
-            )
-        )
+        rollouts.append(make_rollout(ids[:prompt_length], ids[prompt_length:], prompt_id=i))
     return make_train_batch(rollouts)
 
 

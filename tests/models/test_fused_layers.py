@@ -8,12 +8,12 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hybrid_rl.config import Config, ConfigError, ModelsConfig, PromptsConfig, RolloutConfig
-from hybrid_rl.memory.residency import RESIDENCY
 from hybrid_rl.models import fused_layers
 from hybrid_rl.models.fused_layers import FAMILIES, check_family, uses_liger
 from hybrid_rl.models.loading import load_actor
-from hybrid_rl.planning.plan import GIB, Machine, read_shapes
+from hybrid_rl.planning.plan import GIB, Machine
 from hybrid_rl.planning.planner import make_plan
+from hybrid_rl.planning.shapes import read_shapes
 
 
 @pytest.mark.parametrize("is_installed, has_gpu, is_there", [(1, 1, True), (0, 1, False), (0, 0, True)])
@@ -64,8 +64,8 @@ def test_the_plan_of_a_gpu_counts_what_liger_keeps(tiny: Path) -> None:
     rows = []
     for setting in ("off", "liger"):
         now = replace(config, models=replace(config.models, fused_layers=setting))
-        plan = make_plan(now, machine, read_shapes(now), RESIDENCY)
-        rows.append(next(row.num_bytes for row in plan.rows if row.name == "actor activations"))
+        plan = make_plan(now, machine, read_shapes(now))
+        rows.append(next(a.num_bytes for a in plan.allocations if a.name == "actor activations"))
     tokens = config.update.mini_batch_size * 32
     # Two layers of width 32 and 64: two norms keep 4 * 32 - 4 bytes less, the feed-forward 2 * 64. One more norm.
     assert rows[0] - rows[1] == tokens * (2 * (2 * 124 + 128) + 124)

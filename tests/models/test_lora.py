@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, FalconH1Config, GPT2Config
 
-from hybrid_rl.batch import Packed, Prompt, Rollout, make_train_batch, pack
+from hybrid_rl.batch import Packed, make_train_batch, pack
 from hybrid_rl.checkpoints import export
 from hybrid_rl.config import ConfigError, LoraConfig, ModelsConfig, OptimizerConfig, SyncConfig
 from hybrid_rl.distributed import World, join_world
@@ -25,6 +25,7 @@ from hybrid_rl.models.packed import packed_inputs
 from hybrid_rl.models.tokenizer import load_tokenizer
 from hybrid_rl.monitoring.timeline import Timeline
 from hybrid_rl.weights.sync import CopySync
+from tests.conftest import make_rollout
 
 CPU = torch.device("cpu")
 LORA = LoraConfig(rank=2, alpha=6.0)
@@ -71,17 +72,7 @@ def make_packed(rows: list[int]) -> Packed:
     rollouts = []
     for i, (p, r) in enumerate(LENGTHS):
         ids = torch.randint(2, 38, (p + r,), generator=generator).tolist()
-        prompt = Prompt(prompt_id=i, text="", token_ids=ids[:p])
-        rollouts.append(
-            Rollout(
-                prompt=prompt,
-                sequence_id=i,
-                response_ids=ids[p:],
-                rollout_logprobs=[],
-                is_truncated=False,
-                text="",
-            )
-        )
+        rollouts.append(make_rollout(ids[:p], ids[p:], prompt_id=i))
     return pack(make_train_batch(rollouts), rows, CPU)
 
 
@@ -270,14 +261,7 @@ def test_engine_samples_by_the_trainers_logprobs(policy, world, stage):
     assert sync.sync().version == 2
     sampling = Sampling(temperature=0.8, max_tokens=12, stop_token_ids=())
     (generation,) = engine.generate([[5, 9, 3]], sampling, [1])
-    rollout = Rollout(
-        prompt=Prompt(prompt_id=0, text="", token_ids=[5, 9, 3]),
-        sequence_id=0,
-        response_ids=list(generation.token_ids),
-        rollout_logprobs=[],
-        is_truncated=True,
-        text="",
-    )
+    rollout = make_rollout([5, 9, 3], generation.token_ids)
     inputs = actor_inputs(pack(make_train_batch([rollout]), [0], CPU))
     with torch.no_grad():
         found, reference = actor.forward(**inputs)[0], actor.reference_forward(**inputs)[0]

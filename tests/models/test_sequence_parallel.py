@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hybrid_rl.batch import Prompt, Rollout, TrainBatch, make_train_batch, pack
+from hybrid_rl.batch import TrainBatch, make_train_batch, pack
 from hybrid_rl.config import ConfigError, LoraConfig, ModelsConfig, OptimizerConfig, PtxConfig, UpdateConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
@@ -35,6 +35,7 @@ from hybrid_rl.models.sequence_parallel import apply_together, check_heads, pad_
 from hybrid_rl.steps.logprobs import Packing, sequence_values, token_logprobs, token_values
 from hybrid_rl.steps.ptx import PtxLoss
 from hybrid_rl.steps.update import KlInLoss, update_actor, update_critic
+from tests.conftest import make_rollout
 
 CPU = torch.device("cpu")
 LENGTHS = [(2, 5), (3, 1), (1, 8), (4, 3), (2, 0), (5, 6), (1, 2), (2, 4)]
@@ -101,16 +102,7 @@ def make_batch() -> TrainBatch:
     rollouts = []
     for i, (p, r) in enumerate(LENGTHS):
         tokens = torch.randint(2, 38, (p + r,), generator=generator).tolist()
-        rollouts.append(
-            Rollout(
-                prompt=Prompt(prompt_id=i // 2, text="", token_ids=tokens[:p]),
-                sequence_id=i,
-                response_ids=tokens[p:],
-                rollout_logprobs=[],
-                is_truncated=False,
-                text="",
-            )
-        )
+        rollouts.append(make_rollout(tokens[:p], tokens[p:], prompt_id=i // 2, sequence_id=i))
     batch = make_train_batch(rollouts)
     mask = batch.response_mask
     fields = torch.where(mask, torch.randn(5, *mask.shape, generator=generator), 0)
@@ -162,7 +154,7 @@ def run_case(case: Case, world: World, sharers: World | None, folder: Path, tiny
 
 
 def refusal(model: str, sharers: World, folder: Path, tiny: Path, **models: Any) -> str:
-    """Return why a model cannot share its tokens."""
+    """Return the error of a model whose tokens cannot be sliced."""
     path = str(make_model(model, folder, tiny, sharers))
     try:
         enable_sequence_parallel(load_actor(path, ModelsConfig(**models), CPU), sharers, path, field="models.actor")
@@ -222,12 +214,14 @@ def test_what_cannot_share_tokens_says_so(both):
     start = "update.sequence_parallel_size = 2: models.actor = FOLDER: "
     for rank in both:
         assert rank["window"] == (
-            f"{start}MistralForCausalLM has a sliding window, for which models.attention = sdpa makes masks of a "
-            "rank's own tokens; use varlen or flash_attention_2"
+            f"{start}MistralForCausalLM has a sliding window, for which models.attention = sdpa masks only this "
+            "rank's tokens; use varlen or flash_attention_2"
         )
-        assert rank["alibi"] == f"{start}BloomForCausalLM runs padded, which leaves no packed tokens to share; use 1"
+        assert (
+            rank["alibi"] == f"{start}BloomForCausalLM pads its sequences, and only packed tokens can be sliced; use 1"
+        )
         assert rank["eager"] == (
-            f"{start}LlamaForCausalLM runs with models.attention = eager; tokens are shared with varlen, "
+            f"{start}LlamaForCausalLM runs with models.attention = eager; tokens can be sliced with varlen, "
             "flash_attention_2, sdpa"
         )
 
