@@ -1,8 +1,8 @@
-"""The demo's task, sorting letters, and the two models it starts from; built in about a minute, without a network.
+"""The demo: a task of sorting letters, a policy and a reward model for it, built in about a minute without a network.
 
-A prompt reads `sort d a k b :`, its answer `a b d k`. The policy learns from demonstrations of which most long ones
-stop one letter early, so it starts with the short prompts right and the long ones wrong. The reward model learns from
-pairs of a right and a wrong response; PPO is left with nothing but its scores.
+A prompt is `sort d a k b :` and its answer `a b d k`. The policy is trained on demonstrations; most of those for long
+prompts omit the last letter, so that the policy answers short prompts right and long ones wrong. The reward model is
+trained on pairs of a right and a wrong response. PPO then improves the policy with the scores of the reward model.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ LETTERS = list("abcdefghijkl")
 VOCABULARY = ["<pad>", "<bos>", "<eos>", "<unk>", "sort", ":", *LETTERS]
 PAD, BOS, EOS = range(3)
 MAX_RESPONSE_TOKENS = 8
-WORDS = ["demo:policy", "demo:reward", "demo:train", "demo:heldout"]
+PLACEHOLDERS = ["demo:policy", "demo:reward", "demo:train", "demo:heldout"]
 
 T = TypeVar("T")
 
@@ -38,37 +38,37 @@ T = TypeVar("T")
 class DemoSettings:
     """Sizes of the task, the models and their training."""
 
-    num_letters: tuple[int, ...] = (4, 4, 4, 5, 5, 6)  # a prompt's length is drawn from these
-    long_prompt: int = 5  # letters from which on demonstrations may stop early
-    early_stops: float = 0.7  # share of the demonstrations for long prompts that leave the last letter out
+    num_letters: tuple[int, ...] = (4, 4, 4, 5, 5, 6)  # the number of letters of a prompt is drawn from these
+    long_prompt: int = 5  # smallest number of letters whose demonstrations may omit the last letter
+    early_stops: float = 0.7  # fraction of the demonstrations for long prompts that omit the last letter
     num_train: int = 30_000
     num_heldout: int = 1_000
     hidden_size: int = 128
     intermediate_size: int = 384
     num_layers: int = 2
-    head_dim: int = 32  # one that vLLM's CPU attention serves
+    head_dim: int = 32  # a size that vLLM's CPU attention supports
     policy_batch_size: int = 256
     policy_lr: float = 2e-3
     policy_steps: int = 160
-    accuracy_window: tuple[float, float] = (0.3, 0.6)  # greedy, held out: leaves PPO something to learn
+    accuracy_window: tuple[float, float] = (0.3, 0.6)  # of greedy answers to held-out prompts, which PPO can improve
     num_pairs: int = 16_000  # training prompts with a corrupted answer
-    num_sampled: int = 4_000  # of these, prompts that the policy answers too; its wrong responses make more pairs
+    num_sampled: int = 4_000  # of these, prompts for which wrong responses of the policy add pairs
     reward_batch_size: int = 128  # pairs
     reward_lr: float = 1e-3
     reward_steps: int = 200
-    min_pairwise_accuracy: float = 0.97  # held out
+    min_pairwise_accuracy: float = 0.97  # on held-out pairs
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoPaths:
-    """What `build_demo` leaves: two Hugging Face folders and two JSONL files with the columns prompt and answer."""
+    """Files that `build_demo` writes: two Hugging Face folders, and two JSONL files with columns prompt and answer."""
 
     policy: Path
     reward: Path
     train: Path
     heldout: Path
-    initial_accuracy: float  # share of held-out prompts that the policy gets exactly right, greedy
-    pairwise_accuracy: float  # share of held-out pairs in which the reward model prefers the right response
+    initial_accuracy: float  # fraction of held-out prompts that the policy answers exactly, decoding greedily
+    pairwise_accuracy: float  # fraction of held-out pairs whose right response has the higher score
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,15 @@ class Example:
     answer: str
     prompt_ids: list[int]
     answer_ids: list[int]  # ends with EOS
-    demonstration_ids: list[int]  # what the policy learns from: the answer, or a version that stops early
+    demonstration_ids: list[int]  # response that the policy is trained on: the answer, or without its last letter
 
 
 Pair = tuple[Example, list[int]]
-"""An example and the ids of a response to it; for the reward model a wrong one."""
+"""An example and the token ids of a response to it; in pairs for the reward model, a wrong response."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of one token per word, which puts BOS first."""
+    """Return a tokenizer with one token per word, which adds BOS."""
     vocabulary = {token: i for i, token in enumerate(VOCABULARY)}
     backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -97,15 +97,16 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_examples(settings: DemoSettings, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> list[Example]:
-    """Return the training examples and after them the held-out ones, all different."""
+    """Return the training examples, followed by the held-out ones; all prompts differ."""
     rows: dict[str, list[str]] = {}
     while len(rows) < settings.num_train + settings.num_heldout:
         letters = rng.choices(LETTERS, k=rng.choice(settings.num_letters))
         rows[f"sort {' '.join(letters)} :"] = sorted(letters)
     examples = []
-    for prompt, letters in rng.sample(list(rows.items()), len(rows)):  # short prompts run out first: mix them again
-        stops_early = len(letters) >= settings.long_prompt and rng.random() < settings.early_stops
-        shown = letters[:-1] if stops_early else letters
+    # Shuffled, because distinct short prompts run out first.
+    for prompt, letters in rng.sample(list(rows.items()), len(rows)):
+        omits_last = len(letters) >= settings.long_prompt and rng.random() < settings.early_stops
+        shown = letters[:-1] if omits_last else letters
         answer_ids, demonstration_ids = ([*tokenizer.convert_tokens_to_ids(x), EOS] for x in (letters, shown))
         prompt_ids = [BOS, *tokenizer.convert_tokens_to_ids(prompt.split())]
         examples.append(Example(prompt, " ".join(letters), prompt_ids, answer_ids, demonstration_ids))
@@ -113,7 +114,7 @@ def make_examples(settings: DemoSettings, tokenizer: PreTrainedTokenizerFast, rn
 
 
 def corrupt(answer_ids: list[int], rng: random.Random) -> list[int]:
-    """Return a wrong response, one to three edits away from the answer, most often in order; a few lack their EOS."""
+    """Return a wrong response, one to three edits from the answer; most are sorted, and some lack EOS."""
     response = answer_ids[:-1]
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         place = rng.randrange(len(response) or 1)
@@ -128,21 +129,21 @@ def corrupt(answer_ids: list[int], rng: random.Random) -> list[int]:
 
 
 def padded(sequences: Sequence[list[int]], side: Literal["left", "right"] = "right") -> Tensor:
-    """Return the sequences as one [B, T] tensor."""
+    """Return the sequences as one padded [B, T] tensor."""
     width = max(map(len, sequences))
     gaps = [[PAD] * (width - len(s)) for s in sequences]
     return torch.tensor([s + g if side == "right" else g + s for s, g in zip(sequences, gaps, strict=True)])
 
 
 def batches(items: Sequence[T], size: int, rng: random.Random) -> Iterator[Sequence[T]]:
-    """Yield batches without end, reshuffled at each pass."""
+    """Yield batches endlessly, shuffled anew for each pass."""
     while True:
         order = rng.sample(items, len(items))
         yield from (order[i : i + size] for i in range(0, len(order) - size + 1, size))
 
 
 def response_logits(policy: LlamaForCausalLM, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits [B, T, V] for each token given those before it, the tokens, and which are the response's."""
+    """Return logits [B, T, V] of each token, the tokens [B, T], and a mask [B, T] of those of the response."""
     ids = padded([e.prompt_ids + response for e, response in pairs])
     starts = torch.tensor([[len(e.prompt_ids)] for e, _ in pairs])
     ends = starts + torch.tensor([[len(response)] for _, response in pairs])
@@ -152,16 +153,17 @@ def response_logits(policy: LlamaForCausalLM, pairs: Sequence[Pair]) -> tuple[Te
 
 @torch.no_grad()
 def greedy_accuracy(policy: LlamaForCausalLM, examples: Sequence[Example]) -> float:
-    """Return the share of prompts that greedy decoding answers exactly.
+    """Return the fraction of prompts that greedy decoding answers exactly.
 
-    It does if and only if each answer token is the likeliest after the right ones before it, so one forward tells.
+    That is the case if each token of the answer is the likeliest one after its right predecessors, so one forward
+    without generation is enough.
     """
     logits, targets, is_answer = response_logits(policy, [(e, e.answer_ids) for e in examples])
     return float(((logits.argmax(-1) == targets) | ~is_answer).all(dim=1).float().mean())
 
 
 def llama_config(settings: DemoSettings, **changes: Any) -> LlamaConfig:
-    """Return the shape of both models."""
+    """Return the config of both models."""
     return LlamaConfig(
         vocab_size=len(VOCABULARY),
         hidden_size=settings.hidden_size,
@@ -178,7 +180,7 @@ def llama_config(settings: DemoSettings, **changes: Any) -> LlamaConfig:
 
 
 def fit(model: nn.Module, losses: Iterator[Tensor], *, num_steps: int, lr: float) -> None:
-    """Minimise the losses, each computed when asked for; 20 steps of warm-up, linear decay over the second half."""
+    """Minimize the losses, which are computed lazily; 20 steps of warm-up, linear decay over the second half."""
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     for step, loss in zip(range(num_steps), losses, strict=False):
         optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 20, 2 * (1 - step / num_steps))
@@ -189,7 +191,7 @@ def fit(model: nn.Module, losses: Iterator[Tensor], *, num_steps: int, lr: float
 
 
 def train_policy(settings: DemoSettings, examples: Sequence[Example], rng: random.Random) -> LlamaForCausalLM:
-    """Return a policy that imitates the demonstrations."""
+    """Return a policy trained to imitate the demonstrations."""
     policy = LlamaForCausalLM(llama_config(settings))
 
     def loss(batch: Sequence[Example]) -> Tensor:
@@ -203,7 +205,7 @@ def train_policy(settings: DemoSettings, examples: Sequence[Example], rng: rando
 
 @torch.no_grad()
 def sample(policy: LlamaForCausalLM, examples: Sequence[Example]) -> list[list[int]]:
-    """Return one response to each prompt, sampled at temperature 1; EOS included, padding removed."""
+    """Return one response to each prompt, sampled at temperature 1, with EOS and without padding."""
     prompts = padded([e.prompt_ids for e in examples], "left")
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "max_new_tokens": MAX_RESPONSE_TOKENS}
     tokens = policy.generate(prompts, attention_mask=prompts != PAD, **sampling)
@@ -214,16 +216,19 @@ def sample(policy: LlamaForCausalLM, examples: Sequence[Example]) -> list[list[i
 def make_pairs(
     policy: LlamaForCausalLM, examples: Sequence[Example], num_sampled: int, rng: random.Random
 ) -> list[Pair]:
-    """Return for each example a corrupted answer, and the policy's own wrong responses to the first `num_sampled`."""
-    asked = examples[:num_sampled]
-    mistakes = [(e, r) for e, r in zip(asked, sample(policy, asked), strict=True) if r != e.answer_ids]
+    """Return a corrupted answer to each example, and wrong responses of the policy to the first `num_sampled` ones."""
+    sampled = examples[:num_sampled]
+    mistakes = [(e, r) for e, r in zip(sampled, sample(policy, sampled), strict=True) if r != e.answer_ids]
     return mistakes + [(e, corrupt(e.answer_ids, rng)) for e in examples]
 
 
 def pair_scores(reward: LlamaForSequenceClassification, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
-    """Return scores after each response token [2, B, T], of right and wrong responses, and where the two differ [B, T].
+    """Return scores after each response token of right and wrong responses, and where they can differ.
 
-    Past a response's end its last score is repeated: the last column holds the scores of whole responses.
+    Returns:
+        scores: [2, B, T] float32, right and wrong; past the end of a response its last score is repeated, so the last
+            column holds the scores of whole responses.
+        is_different: [B, T] bool, true from the first token in which the two responses differ.
     """
     both = [(e, e.answer_ids) for e, _ in pairs] + list(pairs)
     hidden = reward.model(input_ids=padded([e.prompt_ids + response for e, response in both])).last_hidden_state
@@ -237,7 +242,7 @@ def pair_scores(reward: LlamaForSequenceClassification, pairs: Sequence[Pair]) -
 
 @torch.no_grad()
 def pairwise_accuracy(reward: LlamaForSequenceClassification, pairs: Sequence[Pair]) -> float:
-    """Return the share of pairs whose right response scores higher."""
+    """Return the fraction of pairs whose right response has the higher score."""
     (chosen, rejected), _ = pair_scores(reward, pairs)
     return float((chosen > rejected)[:, -1].float().mean())
 
@@ -245,10 +250,11 @@ def pairwise_accuracy(reward: LlamaForSequenceClassification, pairs: Sequence[Pa
 def train_reward(
     settings: DemoSettings, policy: LlamaForCausalLM, pairs: Sequence[Pair], rng: random.Random
 ) -> LlamaForSequenceClassification:
-    """Return a reward model that starts as the policy and learns to prefer right responses (Bradley-Terry).
+    """Return a reward model, initialized from the policy and trained to prefer right responses (Bradley-Terry).
 
-    The loss compares scores after every token from the first difference on: free in a causal model, several signals per
-    pair, and it teaches the critic that starts from this model what an unfinished response is worth.
+    The loss compares the scores after every token from the first difference on. A causal model computes them in the
+    same forward, a pair gives several terms, and the critic, initialized from this model, can value a response that
+    is not finished.
     """
     reward = LlamaForSequenceClassification(llama_config(settings, num_labels=1))
     reward.model.load_state_dict(policy.model.state_dict())
@@ -263,7 +269,13 @@ def train_reward(
 
 
 def write_demo(folder: Path, settings: DemoSettings, seed: int, report: Callable[[str], None]) -> None:
-    """Build the demo into the folder; a model that misses its accuracy is a RuntimeError."""
+    """Build the demo in a folder.
+
+    Args:
+        report: is called with each line of progress.
+    Raises:
+        RuntimeError: a model misses the accuracy that the settings require.
+    """
     rng, tokenizer = random.Random(seed), make_tokenizer()
     examples = make_examples(settings, tokenizer, rng)
     train, heldout = examples[: settings.num_train], examples[settings.num_train :]
@@ -276,7 +288,9 @@ def write_demo(folder: Path, settings: DemoSettings, seed: int, report: Callable
     report(f"demo: reward model prefers the right response in {preferred:.1%} of held-out pairs")
     low, high = settings.accuracy_window
     if not low <= accuracy <= high or preferred < settings.min_pairwise_accuracy:
-        raise RuntimeError(f"the demo's models miss their accuracies: {accuracy:.3f} and {preferred:.3f} in {settings}")
+        raise RuntimeError(
+            f"the demo's models miss the required accuracies: {accuracy:.3f} and {preferred:.3f} with {settings}"
+        )
 
     for name, model in {"policy": policy, "reward": reward}.items():
         model.save_pretrained(folder / name)
@@ -289,10 +303,10 @@ def write_demo(folder: Path, settings: DemoSettings, seed: int, report: Callable
 
 @contextmanager
 def reproducible(seed: int) -> Iterator[None]:
-    """Seed torch inside, on one thread so that the number of cores changes nothing; the caller's state returns.
+    """Seed torch and limit it to one thread in the body, and restore the caller's state afterwards.
 
-    Two threads on two cores that others use too wait for each other: 200 policy steps took 160 s at load 4, one thread
-    took 24 s at load 2.5.
+    One thread makes the result independent of the number of cores, and is faster on a machine with other load, where
+    threads wait for each other.
     """
     num_threads = torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):
@@ -305,7 +319,13 @@ def reproducible(seed: int) -> Iterator[None]:
 
 
 def build_demo(cache_dir: Path, *, seed: int = 0, report: Callable[[str], None] = print) -> DemoPaths:
-    """Return the demo's files; a second call with the same seed and code finds them in `cache_dir`."""
+    """Return the files of the demo, which are built unless `cache_dir` holds them for this seed and code.
+
+    Args:
+        report: is called with each line of progress.
+    Raises:
+        RuntimeError: see write_demo.
+    """
     settings = DemoSettings()
     content = f"{asdict(settings)} {seed} {Path(__file__).read_text()}"
     folder = cache_dir / hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -318,7 +338,7 @@ def build_demo(cache_dir: Path, *, seed: int = 0, report: Callable[[str], None] 
             write_demo(built, settings, seed, report)
             try:
                 built.rename(folder)
-            except OSError:  # another process may have been first
+            except OSError:  # another process may have built the folder in the meantime
                 if not folder.exists():
                     raise
     policy, reward, train, heldout = (folder / n for n in ("policy", "reward", "train.jsonl", "heldout.jsonl"))
@@ -332,14 +352,14 @@ def cache_dir() -> Path:
 
 
 def resolve_demo(config: Config, report: Callable[[str], None] = print) -> Config:
-    """Return the config with `demo:policy`, `demo:reward`, `demo:train` and `demo:heldout` replaced by built paths."""
-    words = [config.models.actor, config.models.reward, config.prompts.path, config.prompts.eval_path]
-    if not any(word in WORDS for word in words):
+    """Return the config with `demo:policy`, `demo:reward`, `demo:train` and `demo:heldout` replaced by their paths."""
+    values = [config.models.actor, config.models.reward, config.prompts.path, config.prompts.eval_path]
+    if not any(value in PLACEHOLDERS for value in values):
         return config
     paths = build_demo(cache_dir(), report=report)
 
-    def resolve(word: str) -> str:
-        return str(getattr(paths, word.removeprefix("demo:"))) if word in WORDS else word
+    def resolve(value: str) -> str:
+        return str(getattr(paths, value.removeprefix("demo:"))) if value in PLACEHOLDERS else value
 
     models, prompts = config.models, config.prompts
     models = replace(models, actor=resolve(models.actor), reward=models.reward and resolve(models.reward))
