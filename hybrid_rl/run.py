@@ -15,7 +15,7 @@ from hybrid_rl.memory.phases import MemoryManager
 from hybrid_rl.monitoring.recorder import Recorder
 from hybrid_rl.rewards import RunningNormalizer
 from hybrid_rl.rewards.scoring import RewardSources
-from hybrid_rl.steps.ema import MovingAverage, MovingReference
+from hybrid_rl.steps.ema import EmaWeights, MovingReference
 from hybrid_rl.steps.logprobs import ActorForward
 from hybrid_rl.steps.ptx import PtxLoss
 from hybrid_rl.weights.sync import WeightSync
@@ -69,7 +69,7 @@ class Run:
     sources: RewardSources
     normalizer: RunningNormalizer | None
     kl: KlController
-    ema: MovingAverage | None
+    ema: EmaWeights | None
     ptx: PtxLoss | None
     weight_sync: WeightSync
     saver: Saver

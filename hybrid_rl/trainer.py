@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from hybrid_rl.build import build
 from hybrid_rl.config import Config
 from hybrid_rl.memory.residency import ROLLOUT, SCORE, SYNC, UPDATE_ACTOR, UPDATE_CRITIC, Phase
-from hybrid_rl.rewards.scoring import DynamicFilter, Scored, balance_by_tokens
+from hybrid_rl.rewards.filtering import DynamicFilter
+from hybrid_rl.rewards.scoring import Scored, balance_by_tokens
 from hybrid_rl.run import Metrics, Run
 from hybrid_rl.stages import (
     compute_advantages,
@@ -81,7 +82,7 @@ def train_step(run: Run, step: int) -> bool:
         critic = update_critic(run, batch, step)
     with phase(run, UPDATE_ACTOR, step):
         actor = update_actor(run, batch, step)
-    state = logprob_gap | kl | synced.metrics() | run.memory.measured.metrics()
+    state = logprob_gap | kl | synced.metrics() | run.memory.device_memory.metrics()
     metrics = evaluation | filtering | critic | actor | state
     run.recorder.step(step, scored.rollouts, batch, scored.sums | sums, metrics)
     save(run, step)

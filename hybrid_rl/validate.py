@@ -7,6 +7,33 @@ from hybrid_rl.algorithms.specs import ESTIMATORS, POLICY_LOSSES
 from hybrid_rl.config import Config, check
 
 
+def group_sizes(config: Config) -> dict[str, int]:
+    """Return the number of consecutive ranks of a node that work together, by the setting that gives it."""
+    return {
+        "rollout.tensor_parallel_size": config.rollout.tensor_parallel_size,
+        "update.sequence_parallel_size": config.update.sequence_parallel_size,
+        "update.tensor_parallel_size": config.update.tensor_parallel_size,
+    }
+
+
+def check_ranks(config: Config, *, num_ranks: int, ranks_on_nodes: Iterable[int]) -> None:
+    """Check that the ranks of a run can form the groups that are set.
+
+    Args:
+        num_ranks: number of all ranks.
+        ranks_on_nodes: numbers of ranks on the nodes.
+
+    Raises:
+        ConfigError: a size does not divide the number of ranks, or the number of ranks of a node.
+    """
+    ranks_on_nodes = list(ranks_on_nodes)
+    for name, size in group_sizes(config).items():
+        field = f"{name} = {size}"
+        check(num_ranks % size == 0, f"{field}: must divide the number of ranks, {num_ranks}")
+        for number in ranks_on_nodes:
+            check(number % size == 0, f"{field}: must divide the ranks of every node, and a node has {number}")
+
+
 def _check_positive(config: Config) -> None:
     for section, names in {
         "run": ["num_steps", "eval_samples"],
@@ -143,7 +170,7 @@ def _check_sizes(config: Config) -> None:
 
 
 def _check_advantage(config: Config) -> None:
-    """Discounts are fractions, and the KL penalty has what it needs."""
+    """Discounts are fractions, and the settings of the KL penalty fit together."""
     advantage = config.advantage
     for name in ("gamma", "gae_lambda", "critic_lambda"):
         value = getattr(advantage, name)

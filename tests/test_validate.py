@@ -1,4 +1,4 @@
-"""Every rule that needs no file: what it refuses, in which words, and the boundaries that it allows."""
+"""Every rule that needs no file: the values that it refuses, its sentence, and the boundaries that it allows."""
 
 from typing import Any
 

@@ -67,7 +67,7 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, estimator: str, leng
 
     Args:
         rewards:   [B] float32.
-        group_ids: [B] int64; responses to one prompt share it, in any order.
+        group_ids: [B] int64; equal for the responses to one prompt, which may lie in any order.
         estimator: a name in ESTIMATORS.
         lengths:   [B] int64, sampled tokens of each response; read by opo alone.
     Returns:

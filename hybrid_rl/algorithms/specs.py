@@ -1,4 +1,4 @@
-"""One declaration per algorithm: what it needs of a run. Imports no torch, so that config can read it everywhere.
+"""One declaration per algorithm and its needs. Imports no torch, so that config can read it in every process.
 
 The name of an algorithm is also the name of its function: of an estimator in `estimators.py`, of a policy loss in
 `policy_loss.py`, of a KL estimator in `kl.py`, of a correction in `correction.py`. A new algorithm is one function

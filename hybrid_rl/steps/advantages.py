@@ -24,8 +24,8 @@ def add_advantages(
     """Return the batch with advantages (with a critic: value targets too), and this rank's sums for the metrics.
 
     Args:
-        batch:            has rewards and old_logprobs, and what the estimator and the KL read: values, baselines,
-                          ref_logprobs.
+        batch:            has rewards and old_logprobs; values, baselines or ref_logprobs where the estimator or the KL
+                          reads them.
         world:            ranks whose advantages are whitened together.
         kl_coef:          factor on the KL in the reward; None takes the setting.
         bootstrap_values: [B] float32, the critic's value after the last token; used for truncated responses only.

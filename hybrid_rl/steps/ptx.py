@@ -1,4 +1,4 @@
-"""The language-model loss on a second data set, which keeps the policy close to ordinary text (ptx)."""
+"""The language-model loss on a second data set (ptx), which keeps the policy close to ordinary text."""
 
 import hashlib
 import math
@@ -15,17 +15,25 @@ from hybrid_rl.models.packed import packed_inputs
 
 
 class PtxLoss:
-    """An endless stream of texts, and the loss of its next ones: -coef * mean log-prob of all tokens but the first.
+    """The loss -coef * mean log-prob of all tokens except the first, over batches of an endless stream of texts.
 
-    The stream is a function of the seed alone: a new order in every epoch, and a batch may span two. Of each batch,
-    rank r of n takes every n-th text from the r-th on.
+    The order of the stream depends on the seed alone: every epoch has a new order, and a batch may span two epochs.
+    Rank r of n takes every n-th text of a batch, starting with the r-th. The caller weights the policy loss by
+    1 - coef.
 
-    Source: InstructGPT (arXiv 2203.02155), the last term of equation 2; whoever calls it weights the policy 1 - coef.
+    Source: Ouyang et al. 2022 (InstructGPT, arXiv 2203.02155), the last term of equation 2.
     """
 
     def __init__(
         self, texts: list[list[int]], config: PtxConfig, world: World, *, seed: int, micro_batch_tokens: int
     ) -> None:
+        """Start at the first text.
+
+        Args:
+            texts:              token ids of each text, at least 2.
+            world:              ranks that hold different texts.
+            micro_batch_tokens: tokens packed into one forward.
+        """
         self._texts = texts
         self._config = config
         self._world = world
@@ -36,14 +44,12 @@ class PtxLoss:
         self._epoch, self._order = -1, list[int]()
 
     def backward(self, engine: TrainEngine) -> float:
-        """Add the next texts' gradient to the policy's, in forwards of at most `micro_batch_tokens`.
-
-        The normaliser is the number of predicted tokens on all ranks. Never the last backward before a step.
+        """Accumulate the gradient of the next batch of texts; the policy's backward follows, before the optimizer step.
 
         Returns:
-            The mean negative log-prob per token over all ranks, without coef.
+            The mean negative log-prob per predicted token over all ranks, not multiplied by coef.
         Raises:
-            FloatingPointError: it is not finite.
+            FloatingPointError: the mean is not finite.
         """
         drawn = [self._text(self._position + place) for place in range(self._config.batch_size)]
         self._position += len(drawn)
@@ -64,25 +70,25 @@ class PtxLoss:
         return mean
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the stream, as plain values that are the same on every rank."""
+        """Return the position in the stream as JSON values, the same on every rank."""
         return {"position": self._position, "fingerprint": self._fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the state was taken; batch size and number of ranks may differ.
+        """Continue from a state; batch size and number of ranks may differ.
 
         Raises:
-            ConfigError: the texts or the seed are not those of the state.
+            ConfigError: the texts or the seed differ from the ones of the state.
         """
         check(
             state["fingerprint"] == self._fingerprint,
             f"ptx.path = {self._config.path}: with run.seed = {self._seed} the hash of its texts is "
-            f"{self._fingerprint}, the checkpoint's was {state['fingerprint']}; bring the old data, tokenizer and seed "
-            "back, or start anew with run.resume = never",
+            f"{self._fingerprint}, and {state['fingerprint']} in the checkpoint; restore data, tokenizer and seed of "
+            "the checkpoint, or start a new run with run.resume = never",
         )
         self._position = state["position"]
 
     def _text(self, number: int) -> list[int]:
-        """Return a text of the endless stream."""
+        """Return the text at a position of the stream."""
         epoch, place = divmod(number, len(self._texts))
         if epoch != self._epoch:
             self._epoch, self._order = epoch, list(range(len(self._texts)))
@@ -91,7 +97,7 @@ class PtxLoss:
 
 
 def _as_batch(texts: list[list[int]]) -> TrainBatch:
-    """Return texts as rollouts whose prompt is the first token, so that all others are predicted."""
+    """Return a batch whose prompts are the texts' first tokens, so that all other tokens are predicted."""
     return make_train_batch(
         [
             Rollout(

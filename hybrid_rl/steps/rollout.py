@@ -1,4 +1,4 @@
-"""From prompts to rollouts, and the evaluation that does the same greedily on held-out prompts."""
+"""Responses to prompts, sampled for training or greedy for baselines and evaluation, and the sums of an evaluation."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from hybrid_rl.engines import Generation, RolloutEngine, Sampling
 
 
 def request_seed(run_seed: int, step: int, sequence_id: int) -> int:
-    """Return the sampling seed of one response: the same for any number of ranks and any batching."""
+    """Return the sampling seed of one response, which depends on neither the number of ranks nor the batching."""
     digest = hashlib.blake2b(f"{run_seed}/{step}/{sequence_id}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
 
@@ -26,7 +26,13 @@ def collect_rollouts(
     run_seed: int,
     step: int,
 ) -> list[Rollout]:
-    """Return `group_size` sampled responses per prompt, the responses of a prompt next to each other."""
+    """Return rollout.group_size sampled responses per prompt, with log-probs; a group's responses are consecutive.
+
+    Args:
+        prompts:        this rank's prompts.
+        stop_token_ids: end a response, which keeps the token.
+        run_seed, step: determine the samples; the same for any number of ranks if rollout.seed_per_request.
+    """
     sampling = _sampling(config, config.temperature, stop_token_ids)
     repeated = [prompt for prompt in prompts for _ in range(config.group_size)]
     sequence_ids = [p.prompt_id * config.group_size + k for p in prompts for k in range(config.group_size)]
@@ -45,27 +51,29 @@ def generate_greedy(
     *,
     stop_token_ids: Sequence[int],
 ) -> list[Rollout]:
-    """Return the most likely response to each prompt, for evaluation; without log-probs."""
+    """Return the greedy response to each prompt, without log-probs; see `collect_rollouts` for the arguments."""
     sampling = _sampling(config, 0.0, stop_token_ids)
     generations = engine.generate([p.token_ids for p in prompts], sampling, None)
     return _rollouts(prompts, [p.prompt_id for p in prompts], generations, tokenizer)
 
 
 def evaluation_sums(responses: Sequence[Rollout], scores: Sequence[float], num_samples: int) -> dict[str, float]:
-    """Return sums over prompts: accuracy (pass@1: the share of right responses), pass@k, mean score and length.
+    """Return sums over prompts of accuracy, mean score and mean response length, and of pass@k for k samples.
 
     Args:
-        responses: num_samples per prompt, next to each other.
-        scores: one each; right is a score of at least 1.
+        responses:   num_samples consecutive responses per prompt.
+        scores:      of each response; it is correct if its score is at least 1.
+    Returns:
+        accuracy: fraction of a prompt's responses that are correct. eval/pass@k: whether one of them is.
     """
-    right = [score >= 1 for score in scores]
+    is_correct = [score >= 1 for score in scores]
     sums = {
-        "accuracy": sum(right) / num_samples,
+        "accuracy": sum(is_correct) / num_samples,
         "eval/score": sum(scores) / num_samples,
         "eval/response_length": sum(len(r.response_ids) for r in responses) / num_samples,
     }
     if num_samples > 1:
-        groups = [right[i : i + num_samples] for i in range(0, len(right), num_samples)]
+        groups = [is_correct[i : i + num_samples] for i in range(0, len(is_correct), num_samples)]
         sums[f"eval/pass@{num_samples}"] = float(sum(any(group) for group in groups))
     return sums
 
@@ -85,7 +93,7 @@ def _rollouts(
     generations: Sequence[Generation],
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[Rollout]:
-    # Not batch_decode: it gives one text for no generations, as a rank without prompts has.
+    # batch_decode returns one text for an empty list, which a rank without prompts has.
     texts = [tokenizer.decode(g.token_ids, skip_special_tokens=True) for g in generations]
     return [
         Rollout(

@@ -200,7 +200,7 @@ class ActorLoss:
     def __init__(
         self, packed: Packed, batch: TrainBatch, weights: Tensor, config: UpdateConfig, kl: KlInLoss | None
     ) -> None:
-        """Gather what the loss reads of the batch, [R] each; weights [R] are those of `mini_batch_weights`."""
+        """Gather the fields that the loss reads, [R] each; `mini_batch_weights` gives the weights [R]."""
         assert batch.old_logprobs is not None and batch.advantages is not None
         self._config = config
         self._kl = kl

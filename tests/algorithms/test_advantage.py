@@ -20,7 +20,7 @@ from hybrid_rl.algorithms.advantage import (
 from hybrid_rl_kernels import Advantages, merge_moments
 
 GARBAGE = [math.nan, math.inf, -math.inf, 3e38, -7.5]
-# pad id == EOS id == 2: `5 6 2 2 2`, cut `5 6 7 8 9`, `2 2 2 2 2` of length 1, and an empty response.
+# With pad id == EOS id == 2: `5 6 2 2 2`, truncated `5 6 7 8 9`, `2 2 2 2 2` of length 1, and an empty response.
 LENGTHS_MASK = torch.arange(5) < torch.tensor([3, 5, 1, 0])[:, None]
 
 
@@ -36,11 +36,11 @@ def both(estimates: Advantages) -> tuple[Tensor, Tensor]:
 
 
 def paid(rewards: Tensor, mask: Tensor, **kl: Tensor | float) -> list[list[float]]:
-    """Return the reward after each token: what is still to come where nothing later counts."""
+    """Return the reward of each token: with gamma 0, the discounted return."""
     return discounted_returns(rewards, mask, gamma=0, **kl).advantages.tolist()
 
 
-def test_score_stands_on_the_last_sampled_token():
+def test_reward_is_paid_on_the_last_sampled_token():
     assert paid(torch.tensor([1.0, 2, 3, 4]), LENGTHS_MASK) == [
         [0, 0, 1, 0, 0],
         [0, 0, 0, 0, 2],
@@ -61,7 +61,7 @@ def test_kl_is_subtracted_on_every_token():
     ]
 
 
-def test_scores_and_kl_are_rewards_of_tokens():
+def test_rewards_and_kl_give_what_their_token_rewards_give():
     kl, values, mask = random_batch(7)
     scores, options = torch.tensor([1.0, -2, 3, 4]), {"gamma": 0.9, "gae_lambda": 0.8}
     shaped = gae_advantages(scores, values, mask, kl=kl, kl_coef=0.3, **options)
@@ -110,7 +110,7 @@ def test_gae_with_a_lambda_per_row_by_hand():
 
 
 def test_length_adaptive_lambda_by_hand():
-    # alpha 0.5 and lengths 3, 5, 1, 0: 1 - 1/1.5, 1 - 1/2.5, then 1 - 1/0.5 = -1 and minus infinity, both cut to 0.
+    # alpha 0.5 and lengths 3, 5, 1, 0: 1 - 1/1.5, 1 - 1/2.5, then 1 - 1/0.5 = -1 and minus infinity, both clamped to 0.
     lambdas = length_adaptive_lambda(LENGTHS_MASK, 0.5)
     assert lambdas.dtype == torch.float32
     assert lambdas.tolist() == pytest.approx([1 / 3, 0.6, 0, 0])
@@ -128,12 +128,12 @@ def test_discounted_returns_by_hand():
     assert returns.tolist() == [[3, 4, 4, 0], [3, 0, 4, 0], [0, 0, 0, 0]]
 
 
-def test_undiscounted_score_reaches_every_token():
+def test_undiscounted_reward_reaches_every_token():
     returns = discounted_returns(torch.tensor([1.0, 2, 3, 4]), LENGTHS_MASK, gamma=1).advantages
     assert returns.tolist() == [[1, 1, 1, 0, 0], [2, 2, 2, 2, 2], [3, 0, 0, 0, 0], [0, 0, 0, 0, 0]]
 
 
-def test_discounted_returns_name_what_is_wrong():
+def test_discounted_returns_name_the_wrong_input():
     x = torch.ones(2, 2)
     with pytest.raises(ValueError, match=r"gamma must lie in \[0, 1\], got 1.5"):
         discounted_returns(x, x, gamma=1.5)
@@ -157,7 +157,7 @@ def test_overlong_penalty_by_hand():
         overlong_penalty(lengths, max_response_tokens=10, buffer=4, penalty=-1)
 
 
-def test_rows_do_not_know_of_each_other():
+def test_rows_do_not_depend_on_each_other():
     rewards, values, mask = random_batch(3)
     bootstrap = torch.linspace(-1, 1, len(mask))
     together = both(gae_advantages(rewards, values, mask, gamma=0.9, gae_lambda=0.8, bootstrap_values=bootstrap))
@@ -189,14 +189,14 @@ def test_advantages_carry_no_gradient():
         ({"rewards": torch.tensor([[0, -math.inf], [0, 0]])}, "rewards is -inf in row 0, token 1"),
     ],
 )
-def test_gae_names_what_is_wrong(changes, message):
+def test_gae_names_the_wrong_input(changes, message):
     x = torch.ones(2, 2)
     good = {"rewards": x, "values": x, "response_mask": x.bool(), "gamma": 1, "gae_lambda": 1}
     with pytest.raises(ValueError, match=message):
         gae_advantages(**{**good, **changes})
 
 
-def test_payments_name_what_is_wrong():
+def test_wrong_rewards_and_kl_are_named():
     with pytest.raises(ValueError, match="rewards is nan in row 2"):
         paid(torch.tensor([0, 0, math.nan, math.nan]), LENGTHS_MASK)
     kl = torch.zeros(4, 5)
@@ -236,7 +236,7 @@ def test_whiten_survives_a_large_offset():
     assert whiten(x, torch.ones(1, 2, dtype=torch.bool)).tolist()[0] == pytest.approx([-1, 1], rel=1e-2)
 
 
-def test_whitening_spans_ranks():
+def test_whitening_with_merged_moments_spans_ranks():
     x, _, mask = random_batch(5, B=6)
     both = merge_moments(torch.stack([moments(x[:2], mask[:2]), moments(x[2:], mask[2:])]))
     parts = torch.cat([whiten(x[:2], mask[:2], both), whiten(x[2:], mask[2:], both)])
@@ -245,5 +245,5 @@ def test_whitening_spans_ranks():
     assert parts[mask].var(correction=0).item() == pytest.approx(1, abs=1e-5)
 
 
-def test_whiten_shows_nan():
+def test_whiten_passes_nan_on():
     assert whiten(torch.tensor([[1, math.nan, 2]]), torch.ones(1, 3, dtype=torch.bool)).isnan().all()

@@ -18,7 +18,7 @@ RATIOS = torch.tensor([[0.25, 1, 4, NAN], [4, 2, NAN, NAN], [0.25, 1, NAN, NAN],
 
 
 def weights_of(ratios: Tensor, kind: str, low: float = 0.5, high: float = 2.0) -> tuple[Tensor, Tensor]:
-    """Return what ratios come to; NaN is a masked slot. The engine's log-probs are those of -3 everywhere."""
+    """Return weights and is_out of ratios, where NaN is a masked slot; all log-probs of the engine are -3."""
     rollout_logprobs = torch.full_like(ratios, -3.0)
     return importance_weights(
         ratios.log() + rollout_logprobs, rollout_logprobs, ~ratios.isnan(), kind=kind, low=low, high=high
@@ -54,7 +54,7 @@ def test_weights_by_hand(kind, weights, is_out):
 
 
 @pytest.mark.parametrize("kind", sorted(CORRECTIONS))
-def test_where_engine_and_trainer_agree_every_weight_is_one(kind):
+def test_every_weight_is_one_if_engine_and_trainer_agree(kind):
     ratios = torch.where(RATIOS.isnan(), NAN, 1.0)
     weights, is_out = weights_of(ratios, kind, low=1.0, high=1.0)  # both bounds are included
     assert torch.equal(weights, (~ratios.isnan()).float())
@@ -63,7 +63,7 @@ def test_where_engine_and_trainer_agree_every_weight_is_one(kind):
 
 @pytest.mark.parametrize("kind", sorted(CORRECTIONS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_far_out_the_weights_stay_finite(kind, dtype):
+def test_weights_of_extreme_ratios_are_finite(kind, dtype):
     logprobs = torch.tensor([[0, -80], [-80, 0], [0, -1000]], dtype=dtype)
     mask = torch.ones(3, 2, dtype=torch.bool)
     weights, is_out = importance_weights(logprobs, logprobs.flip(1), mask, kind=kind, low=0.5, high=2.0)
@@ -92,7 +92,7 @@ def test_nothing_is_read_outside_the_mask(kind, garbage, seed):
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(CORRECTIONS)), st.integers(0, 99))
-def test_rows_and_padding_do_not_know_of_each_other(kind, seed):
+def test_rows_do_not_depend_on_other_rows_or_padding(kind, seed):
     generator = torch.Generator().manual_seed(seed)
     old, rollout = torch.randn(2, 4, 6, generator=generator)
     mask = torch.arange(6) < torch.randint(0, 7, (4, 1), generator=generator)
@@ -120,7 +120,7 @@ def test_weights_carry_no_gradient():
         ({"old_logprobs": torch.tensor([[0.0], [NAN]])}, "old_logprobs is nan in row 1, token 0"),
     ],
 )
-def test_what_does_not_fit_is_refused(changes, message):
+def test_the_wrong_input_is_named(changes, message):
     x = torch.zeros(2, 1)
     good = {"old_logprobs": x, "rollout_logprobs": x, "response_mask": x == 0, "kind": "icepop", "low": 0.5, "high": 2}
     with pytest.raises(ValueError, match=message):

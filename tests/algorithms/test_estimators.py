@@ -1,4 +1,4 @@
-"""Advantage estimators by hand, and what holds for all that compare groups."""
+"""Advantage estimators by hand, and the properties of all that compare groups."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ GROUP_ESTIMATORS = sorted(name for name, spec in ESTIMATORS.items() if spec.comp
     ],
 )
 def test_group_advantages_by_hand(estimator, expected):
-    # Rewards 1 2 6 (mean 3) of group 7 lie between those of group 4, which are equal and say nothing.
+    # Rewards 1 2 6 (mean 3) of group 7 are interleaved with group 4, whose rewards are equal.
     rewards, group_ids = torch.tensor([0.1, 1, 2, 0.1, 6, 0.1]), torch.tensor([4, 7, 7, 4, 7, 4])
     lengths = torch.tensor([9, 1, 2, 8, 3, 0])
     advantages = group_advantages(rewards, group_ids, estimator=estimator, lengths=lengths)
@@ -37,7 +37,7 @@ def test_group_advantages_by_hand(estimator, expected):
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.sampled_from(GROUP_ESTIMATORS), st.randoms(), st.data())
-def test_order_of_responses_and_other_groups_change_nothing(groups, estimator, random, data):
+def test_advantages_do_not_depend_on_order_or_other_groups(groups, estimator, random, data):
     group_ids = [group for group in sorted(set(groups)) for _ in range(groups.count(group) + 1)]
     random.shuffle(group_ids)
     size = {"min_size": len(group_ids), "max_size": len(group_ids)}
@@ -77,7 +77,7 @@ def test_equal_rewards_give_exactly_zero(estimator):
     assert group_advantages(rewards, torch.zeros(3), estimator=estimator, lengths=lengths).tolist() == [0, 0, 0]
 
 
-def test_group_advantages_names_what_is_wrong():
+def test_group_advantages_name_the_wrong_input():
     ids = torch.tensor([0, 0, 5])
     with pytest.raises(ValueError, match="group 5 has one response"):
         group_advantages(torch.ones(3), ids, estimator="grpo")

@@ -34,7 +34,7 @@ def test_kl_by_hand(d, k1, k2, k3):
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_kl_far_out_stays_finite(estimator, dtype):
+def test_kl_of_extreme_ratios_is_finite(estimator, dtype):
     logprobs = torch.tensor([0.0, -100], dtype=dtype)
     kl, gradient = value_and_gradient(lambda x: kl_estimate(x, logprobs.flip(0), estimator), logprobs)
     assert kl.dtype == torch.float32 and kl.isfinite().all() and gradient.isfinite().all()
@@ -43,11 +43,11 @@ def test_kl_far_out_stays_finite(estimator, dtype):
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_kl_shows_nan(estimator):
+def test_kl_passes_nan_on(estimator):
     assert kl_estimate(torch.tensor([math.nan]), torch.zeros(1), estimator).isnan().all()
 
 
-def test_kl_has_its_gradients():
+def test_kl_has_the_gradient_of_finite_differences():
     logprobs = torch.tensor([-3.0, -0.5, 0.1, 4.0], dtype=torch.float64, requires_grad=True)
     for estimator in ("k1", "k2", "k3"):
         assert torch.autograd.gradcheck(lambda x, e=estimator: kl_estimate(x, torch.zeros_like(x), e), (logprobs,))
@@ -71,7 +71,7 @@ def divergence(p: Tensor, q: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum()
 
 
-def test_plain_kl_loss_pulls_as_its_docstring_says():
+def test_plain_kl_loss_has_the_gradients_of_its_docstring():
     policy = THETA.log_softmax(0)
     reverse, forward = (
         value_and_gradient(lambda x: divergence(x.log_softmax(0), REF), THETA)[1],
@@ -107,7 +107,7 @@ def test_kl_loss_by_hand():
 
 
 @pytest.mark.parametrize("estimator", sorted(KL_ESTIMATORS))
-def test_kl_loss_far_out_stays_finite(estimator):
+def test_kl_loss_of_extreme_ratios_is_finite(estimator):
     logprobs, old, ref = torch.tensor([[-80.0, 0, 0], [0, -80, 0], [0, -80, -80], [-80, 0, -80]]).unbind(1)
     kl, gradient = value_and_gradient(lambda x: kl_loss(x, old, ref, estimator, unbiased=True), logprobs)
     assert kl.isfinite().all() and gradient.isfinite().all()
@@ -115,13 +115,13 @@ def test_kl_loss_far_out_stays_finite(estimator):
 
 
 @pytest.mark.parametrize("place", range(3))
-def test_kl_loss_shows_nan(place):
+def test_kl_loss_passes_nan_on(place):
     inputs = [torch.zeros(2), torch.zeros(2), torch.ones(2)]
     inputs[place][1] = math.nan
     assert kl_loss(*inputs, "k3", unbiased=True).isnan().tolist() == [False, True]
 
 
-def test_kl_loss_has_its_gradients():
+def test_kl_loss_has_the_gradient_of_finite_differences():
     x = torch.tensor([-0.9, -0.1, 0.05, 0.7], dtype=torch.float64, requires_grad=True)
     y = torch.zeros_like(x)
     for z in (torch.ones_like(x), -torch.ones_like(x)):
@@ -145,15 +145,15 @@ def test_kl_coefficient_by_hand():
     controller = KlController(0.1, target=4.0, horizon=1000)
     controller.update(kl=4.4, num_responses=100)  # 10% too high: 1 + 0.1 * 0.1
     assert controller.coef == pytest.approx(0.101)
-    controller.update(kl=40.0, num_responses=500)  # cut to 0.2: 1 + 0.2 * 0.5
+    controller.update(kl=40.0, num_responses=500)  # clamped to 0.2: 1 + 0.2 * 0.5
     assert controller.coef == pytest.approx(0.101 * 1.1)
-    controller.update(kl=-1.0, num_responses=500)  # k1 can be negative; cut to -0.2
+    controller.update(kl=-1.0, num_responses=500)  # k1 can be negative; clamped to -0.2
     assert controller.coef == pytest.approx(0.101 * 1.1 * 0.9)
     controller.update(kl=4.0, num_responses=500)
     assert controller.coef == pytest.approx(0.101 * 1.1 * 0.9)
 
 
-def test_kl_coefficient_finds_the_target():
+def test_kl_coefficient_converges_to_the_target():
     # A policy whose KL per response falls as the penalty rises, kl = 1 / coef: the target of 5 is met at 0.2.
     controller = KlController(0.01, target=5.0, horizon=1000)
     for _ in range(400):
@@ -176,7 +176,7 @@ def test_kl_coefficient_without_a_target_is_the_configured_one():
     assert controller.coef == 0.3
 
 
-def test_kl_controller_names_what_is_wrong():
+def test_kl_controller_names_the_wrong_input():
     with pytest.raises(ValueError, match="target must be greater than 0 or None, got 0"):
         KlController(0.1, target=0.0, horizon=10)
     with pytest.raises(ValueError, match="horizon must be greater than 0, got 0"):

@@ -1,4 +1,4 @@
-"""The value loss, the aggregation of token losses, and what holds for every elementwise loss."""
+"""The value loss, the aggregation of token losses, and properties of every elementwise loss."""
 
 import math
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def test_value_loss_by_hand():
     assert unclipped.tolist() == [0.5, 0.5, 2] and not is_clipped.any()
 
 
-def test_value_loss_has_its_gradients():
+def test_value_loss_has_the_gradient_of_finite_differences():
     x = torch.tensor([-0.9, -0.1, 0.05, 0.7], dtype=torch.float64, requires_grad=True)
     y = torch.zeros_like(x)
     for z in (torch.ones_like(x), -torch.ones_like(x)):
@@ -151,7 +151,7 @@ def test_without_tokens_the_loss_is_zero(mode, shape):
     assert token_weights(mask, mode, num_tokens=0, num_sequences=0, max_response_tokens=4).count_nonzero() == 0
 
 
-def test_what_does_not_fit_is_refused():
+def test_the_wrong_input_is_named():
     x, mask = torch.zeros(2, 3), torch.ones(2, 3)
     with pytest.raises(ValueError, match=r"returns \[3\]"):
         value_loss(x, x, x[0], value_clip=None)

@@ -1,4 +1,4 @@
-"""Policy losses by hand and by finite differences; test_loss.py holds what they share with the other losses."""
+"""Policy losses by hand and by finite differences; test_loss.py has the properties of all elementwise losses."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def value_and_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple
 
 
 def test_policy_loss_by_hand():
-    # clip to [0.8, 1.3]. A > 0 loses what is above, A < 0 what is below; the other sides stay as they are.
+    # Clipped to [0.8, 1.3]: with A > 0 ratios above lose their gradient, with A < 0 ratios below; others keep it.
     ratio = torch.tensor([1.0, 1.5, 0.5, 1.5, 0.5])
     advantages = torch.tensor([2.0, 2, 2, -2, -2])
     losses, gradient = value_and_gradient(
@@ -127,7 +127,7 @@ def test_gspo_of_one_token_each_is_clip():
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.sampled_from(GARBAGE), st.integers(0, 99))
-def test_gspo_sequences_do_not_know_of_each_other(sequences, garbage, seed):
+def test_gspo_sequences_do_not_depend_on_each_other(sequences, garbage, seed):
     index = torch.tensor(sequences)
     logprobs, old_logprobs, advantages = torch.randn(3, len(index), generator=torch.Generator().manual_seed(seed))
     for sequence in set(sequences):
@@ -143,7 +143,7 @@ def test_gspo_sequences_do_not_know_of_each_other(sequences, garbage, seed):
         assert not gradient[~rows].any()
 
 
-def test_a_token_that_does_not_count_gets_no_gradient_from_its_sequence():
+def test_a_token_of_weight_zero_gets_no_gradient_from_its_sequence():
     index, x = torch.zeros(3, dtype=torch.int64), torch.tensor([0.1, -0.1, 0.05])
     _, gradient = value_and_gradient(
         lambda x: torch.tensor([1.0, 0, 1]) * gspo(x, torch.zeros(3), torch.ones(3), index)[0], x
@@ -180,7 +180,7 @@ def test_at_ratio_one_the_gradient_is_the_plain_policy_gradient(kind):
 
 @pytest.mark.parametrize("kind", sorted(POLICY_LOSSES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_kind_stays_finite_far_out(kind, dtype):
+def test_every_loss_of_extreme_ratios_is_finite(kind, dtype):
     # Ratios of exp(+-80) under both signs of the advantage, in one sequence each.
     logprobs = torch.tensor([0, -80, 0, -80], dtype=dtype)
     advantages, index = torch.tensor([1.0, 1, -1, -1]), torch.arange(4)
@@ -191,7 +191,7 @@ def test_every_kind_stays_finite_far_out(kind, dtype):
     assert policy_loss(logprobs, logprobs, advantages, kind="pg", clip_low=0, clip_high=0)[0].dtype == torch.float32
 
 
-def test_ratio_far_out_stays_finite():
+def test_loss_of_extreme_ratios_by_hand():
     logprobs = torch.tensor([0.0, -1e3, 0, -1e3])
     advantages = torch.tensor([1.0, 1, -1, -1])
     losses, gradient = value_and_gradient(
@@ -204,14 +204,14 @@ def test_ratio_far_out_stays_finite():
 
 @pytest.mark.parametrize("place", range(3))
 @pytest.mark.parametrize("kind", sorted(POLICY_LOSSES))
-def test_policy_loss_shows_nan(kind, place):
+def test_policy_loss_passes_nan_on(kind, place):
     inputs = [torch.zeros(2), torch.zeros(2), torch.ones(2)]
     inputs[place][1] = math.nan
     loss, _ = gspo(*inputs, torch.arange(2), kind=kind)
     assert loss.isnan().tolist() == [False, not (kind == "pg" and place == 1)]  # pg does not read old_logprobs
 
 
-def test_policy_losses_have_their_gradients():
+def test_policy_losses_have_the_gradient_of_finite_differences():
     x = torch.tensor([-0.9, -0.1, 0.05, 0.7], dtype=torch.float64, requires_grad=True)
     y = torch.zeros_like(x)
     for advantages in (torch.ones_like(x), -torch.ones_like(x)):
@@ -221,7 +221,7 @@ def test_policy_losses_have_their_gradients():
             )
 
 
-def test_what_does_not_fit_is_refused():
+def test_the_wrong_input_is_named():
     x = torch.zeros(2, 3)
     with pytest.raises(ValueError, match=r"advantages \[2, 1\]"):
         policy_loss(x, x, x[:, :1], clip_low=0.2, clip_high=0.2)

@@ -1,6 +1,5 @@
-"""Scores by hand: their sources, the groups that dynamic filtering keeps, and the rewards made of them."""
+"""Scores and rewards by hand, and the exchange of responses between ranks."""
 
-import logging
 import math
 import sys
 from dataclasses import replace
@@ -9,47 +8,37 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_rl.batch import Prompt, Rollout, make_train_batch
+from hybrid_rl.batch import make_train_batch
 from hybrid_rl.config import ModelsConfig, RewardConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.models.loading import load_value_model
 from hybrid_rl.rewards import RunningNormalizer, ScorerPool
 from hybrid_rl.rewards.scoring import (
-    DynamicFilter,
     RewardSources,
     Scored,
     add_rewards,
     balance_by_tokens,
-    informative_rows,
     normalize_and_clip,
     penalize,
     score_responses,
 )
 from hybrid_rl.steps.logprobs import Packing, sequence_values
+from tests.conftest import make_rollout
 
 CPU = torch.device("cpu")
 WORLD = World(rank=0, size=1, local_rank=0, device=CPU)
 
 
 def scored(scores: list[float], groups: list[int]) -> Scored:
-    rollouts = [
-        Rollout(
-            prompt=Prompt(prompt_id=group, text="", token_ids=[1]),
-            sequence_id=i,
-            response_ids=[4],
-            rollout_logprobs=[-1.0],
-            is_truncated=False,
-            text="",
-        )
-        for i, group in enumerate(groups)
-    ]
+    """Return responses with their scores, each in the group of its prompt."""
+    rollouts = [make_rollout(prompt_id=group, sequence_id=i) for i, group in enumerate(groups)]
     return Scored(rollouts=rollouts, scores=torch.tensor(scores), parts={"rule": torch.tensor(scores)})
 
 
 def model_of(folder: Path, spoil: float | None = None):
     critic = load_value_model(str(folder / "reward"), ModelsConfig(), CPU, field="models.reward")
     if spoil is not None:
-        critic.model.model.embed_tokens.weight.data[5] = spoil  # token 5 stands in prompts 20 and 23
+        critic.model.model.embed_tokens.weight.data[5] = spoil  # token 5 is in the sequences of prompts 20 and 23
     packing = Packing(max_tokens=64, world=WORLD)
     return lambda rollouts: sequence_values(critic, make_train_batch(rollouts), packing)
 
@@ -71,44 +60,6 @@ def test_score_that_is_not_finite_names_the_prompt(tiny, five_rollouts, value):
         score_responses(five_rollouts, RewardSources(model=model_of(tiny, spoil=value)), RewardConfig())
 
 
-def test_groups_of_equal_scores_teach_nothing():
-    """Means 0.5, 0 and 1; bounds are strict."""
-    found = scored([1, 0, 0, 0, 1, 1], [7, 8, 7, 8, 9, 9])
-    assert informative_rows(found, (0.0, 1.0)) == [0, 2]
-    assert informative_rows(found, (-1.0, 1.0)) == [0, 1, 2, 3]
-
-
-def test_filter_gathers_until_there_are_enough():
-    kept = DynamicFilter((0.0, 1.0), WORLD)
-    kept.add(scored([1, 0, 0, 0], [1, 1, 2, 2]))
-    assert (kept.num_groups, kept.seen) == (1, {1, 2})
-    kept.add(scored([1, 0, 0, 1, 1, 0], [3, 3, 4, 4, 5, 5]))
-    assert (kept.num_groups, kept.seen) == (4, {1, 2, 3, 4, 5})
-    part, metrics = kept.take(2, seed=0)
-    assert metrics == {"filter/score": pytest.approx(0.4), "filter/batches": 2.0, "filter/groups": 2.0}
-    groups = {rollout.prompt.prompt_id for rollout in part.rollouts}
-    assert len(part.rollouts) == 4 and len(groups) == 2 and groups < {1, 3, 4, 5}
-    assert part.parts["rule"].tolist() == part.scores.tolist()
-    choices = {tuple(r.prompt.prompt_id for r in kept.take(2, seed=seed)[0].rollouts) for seed in range(20)}
-    assert len(choices) > 2
-
-
-def test_filter_gives_up_in_words(caplog):
-    kept = DynamicFilter((0.0, 1.0), WORLD)
-    kept.add(scored([1, 0, 1, 1], [1, 1, 2, 2]))
-    with caplog.at_level(logging.WARNING):
-        part, _ = kept.take(4, seed=0)
-    assert len(part.rollouts) == 2
-    assert "gave up with 1 of 4 groups after 1 batches of prompts (mean score 0.750" in caplog.text
-
-
-def test_filter_that_keeps_nothing_is_an_error():
-    kept = DynamicFilter((0.0, 1.0), WORLD)
-    kept.add(scored([1, 1], [1, 1]))
-    with pytest.raises(RuntimeError, match=r"kept 0 of 4 groups after 1 batches of prompts \(mean score 1.000"):
-        kept.take(4, seed=0)
-
-
 def test_rewards_by_hand():
     """Lengths 2, 9 and 10 of 10, buffer 4: from 6 on, 3/4 and 4/4 of the penalty; the last is truncated."""
     config = RewardConfig(truncation_penalty=0.5, overlong_buffer=4, overlong_penalty=2.0)
@@ -119,8 +70,8 @@ def test_rewards_by_hand():
     assert clipped.tolist() == [0.25, 0.25, -0.25]
 
 
-def test_rewards_are_normalised_by_all_that_was_seen():
-    """Scores 0 and 2 have mean 1 and standard deviation 1; 4 and 6 beside them make mean 3 and deviation sqrt(5)."""
+def test_rewards_are_normalised_by_all_rewards_so_far():
+    """Scores 0 and 2 have mean 1 and standard deviation 1; with 4 and 6 the mean is 3 and the deviation sqrt(5)."""
     normalizer = RunningNormalizer()
     config = RewardConfig(normalize=True, clip=1.2)
     make = {"max_response_tokens": 4, "world": WORLD, "normalizer": normalizer}
@@ -129,7 +80,7 @@ def test_rewards_are_normalised_by_all_that_was_seen():
     assert later == pytest.approx([1 / math.sqrt(5), 1.2], abs=1e-5)
 
 
-def test_baselines_belong_to_the_prompts():
+def test_baselines_follow_their_prompts():
     found = Scored(
         rollouts=scored([1, 0, 1], [7, 8, 7]).rollouts,
         scores=torch.tensor([1.0, 0.0, 1.0]),
@@ -140,11 +91,11 @@ def test_baselines_belong_to_the_prompts():
     assert batch.baselines.tolist() == [0.25, 2.0, 0.25]
 
 
-def test_penalties_are_the_sampled_responses_own():
-    """A greedy response that was not cut off must not pay for the sampled one that was."""
+def test_penalties_of_sampled_responses_do_not_change_baselines():
+    """The sampled responses are truncated, the greedy ones are not."""
     plain = scored([1, 1], [7, 8])
-    cut_off = [replace(rollout, is_truncated=True) for rollout in plain.rollouts]
-    found = replace(plain, rollouts=cut_off, baselines={7: 0.5, 8: 1.0})
+    truncated = [replace(rollout, is_truncated=True) for rollout in plain.rollouts]
+    found = replace(plain, rollouts=truncated, baselines={7: 0.5, 8: 1.0})
     batch = add_rewards(found, RewardConfig(truncation_penalty=0.25), max_response_tokens=1, world=WORLD)
     assert batch.rewards.tolist() == [0.75, 0.75] and batch.baselines.tolist() == [0.5, 1.0]
 
@@ -152,21 +103,14 @@ def test_penalties_are_the_sampled_responses_own():
 # Several ranks
 
 
-# Prompt id: length of its two responses, with one token of prompt each. All the long ones are drawn by rank 0.
+# Prompt id -> lengths of its two responses; prompts have one token. Rank 0 draws all long responses.
 DRAWN = [{0: (9, 9), 2: (8, 8), 4: (7, 7)}, {1: (1, 0), 3: (2, 2)}]
 
 
 def drawn(rank: int) -> Scored:
-    """Return what a rank judged: each response is worth its sequence id, which is twice its prompt's and one more."""
+    """Return the responses of a rank; the score of each is its sequence id, twice its prompt's id plus 0 or 1."""
     rollouts = [
-        Rollout(
-            prompt=Prompt(prompt_id=group, text="", token_ids=[1]),
-            sequence_id=2 * group + place,
-            response_ids=[4] * length,
-            rollout_logprobs=[-1.0] * length,
-            is_truncated=False,
-            text="",
-        )
+        make_rollout([1], [4] * length, prompt_id=group, sequence_id=2 * group + place)
         for group, lengths in DRAWN[rank].items()
         for place, length in enumerate(lengths)
     ]
@@ -176,19 +120,19 @@ def drawn(rank: int) -> Scored:
 
 
 def main() -> None:
-    """Run as one of two ranks, and leave what it is left with."""
+    """Run as one of two ranks, and save the responses after the exchange."""
     world = join_world()
-    share = balance_by_tokens(drawn(world.rank), world, world)
+    local = balance_by_tokens(drawn(world.rank), world, world)
     together = balance_by_tokens(drawn(world.rank), world, world.data_parallel_group(2))
-    rows = [(r.prompt.prompt_id, r.sequence_id, len(r.response_ids)) for r in share.rollouts]
-    baselines = [share.baselines[r.prompt.prompt_id] for r in share.rollouts]
-    result = {"rows": rows, "scores": share.scores, "parts": share.parts, "baselines": baselines}
+    rows = [(r.prompt.prompt_id, r.sequence_id, len(r.response_ids)) for r in local.rollouts]
+    baselines = [local.baselines[r.prompt.prompt_id] for r in local.rollouts]
+    result = {"rows": rows, "scores": local.scores, "parts": local.parts, "baselines": baselines}
     result |= {"together": [r.sequence_id for r in together.rollouts], "all_failed": together.num_failed}
-    torch.save(result | {"num_failed": share.num_failed}, Path(sys.argv[1]) / f"rank{world.rank}.pt")
+    torch.save(result | {"num_failed": local.num_failed}, Path(sys.argv[1]) / f"rank{world.rank}.pt")
 
 
-def test_responses_are_spread_by_tokens_with_all_that_is_known_of_them(on_two_ranks):
-    """20, 18, 16, 6 and 3 tokens: 20 | 18, then 16 to 18, 6 and 3 to 20."""
+def test_responses_are_balanced_by_tokens_with_their_scores_and_baselines(on_two_ranks):
+    """Groups of 20, 18, 16, 6 and 3 tokens: 20 | 18, then 16 to the 18, 6 and 3 to the 20."""
     ranks = on_two_ranks(__file__)
     expected = [
         [(0, 0, 9), (0, 1, 9), (1, 2, 1), (1, 3, 0), (3, 6, 2), (3, 7, 2)],
@@ -200,11 +144,11 @@ def test_responses_are_spread_by_tokens_with_all_that_is_known_of_them(on_two_ra
         assert found["parts"]["rule"].tolist() == [-sequence_id for _, sequence_id, _ in rows]
         assert found["baselines"] == [group / 10 for group, _, _ in rows]
     assert [found["num_failed"] for found in ranks] == [1, 2]
-    for found in ranks:  # ranks that share their tokens have the same share, here all there is
+    for found in ranks:  # ranks of one model-parallel group get the same responses, here all
         assert found["together"] == list(range(10)) and found["all_failed"] == 3
 
 
-def test_one_rank_keeps_what_it_has():
+def test_a_single_rank_keeps_its_responses():
     assert balance_by_tokens(drawn(0), WORLD, WORLD).rollouts == drawn(0).rollouts
 
 

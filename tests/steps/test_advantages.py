@@ -41,14 +41,14 @@ def test_gae_by_hand():
     assert batch.advantages is None
 
 
-def test_bootstrap_is_for_truncated_responses_alone():
+def test_bootstrap_applies_to_truncated_responses_alone():
     batch = scored_batch([2, 1, 0], [1.0, -2.0, 7.0], [0, 1, 2], values=VALUES)
     config = AdvantageConfig(gamma=0.9, gae_lambda=0.5, whiten=False, bootstrap_truncated=True)
     done, _ = add_advantages(batch, config, WORLD, bootstrap_values=torch.tensor([100.0, 2.0, 100.0]))
     torch.testing.assert_close(done.advantages, torch.tensor([[0.0625, 0.75], [-2 + 1.8 - 0.4, 0], [0, 0]]))
 
 
-def test_kl_is_paid_on_every_token():
+def test_kl_is_subtracted_from_the_reward_of_every_token():
     """d = old - ref = 0.5, -0.5 | 1; with gamma = lambda = 1 each token gets all that follows it."""
     ref = torch.tensor([[-1.5, -0.5], [-2.0, 0], [0, 0]])
     batch = scored_batch([2, 1, 0], [1.0, 0.0, 0.0], [0, 1, 2], values=torch.zeros(3, 2), ref_logprobs=ref)
@@ -126,7 +126,7 @@ def test_the_critic_may_have_its_own_lambda():
     torch.testing.assert_close(done.returns, torch.tensor([[0.9, 1.0], [-2.0, 0], [0, 0]]))
 
 
-def test_lambda_that_grows_with_the_response():
+def test_length_adaptive_lambda_of_the_actor():
     """alpha 1: lambda is 1 - 1/2 for two tokens, 0 for one."""
     batch = scored_batch([2, 1, 0], [1.0, -2.0, 7.0], [0, 1, 2], values=VALUES)
     config = AdvantageConfig(gamma=0.9, gae_lambda=1.0, length_adaptive_alpha=1.0, whiten=False)
@@ -134,7 +134,7 @@ def test_lambda_that_grows_with_the_response():
     torch.testing.assert_close(done.advantages, torch.tensor([[0.0625, 0.75], [-2.4, 0], [0, 0]]))
 
 
-def test_kl_in_the_loss_is_logged_and_not_paid():
+def test_kl_in_the_loss_is_summed_and_leaves_advantages_alone():
     ref = torch.tensor([[-1.5, -0.5], [-2.0, 5.0]])
     batch = scored_batch([2, 1], [1.0, 0.0], [7, 7], ref_logprobs=ref)
     config = AdvantageConfig(estimator="dr_grpo", kl_coef=0.1, kl_in="loss")

@@ -1,4 +1,4 @@
-"""A moving reference and the policy's average follow their formulas, at every ZeRO stage and over two ranks."""
+"""A moving reference and the EMA of the policy follow their formulas, at every ZeRO stage and over two ranks."""
 
 import copy
 import sys
@@ -19,8 +19,8 @@ from hybrid_rl.memory.tenants import FrozenModule
 from hybrid_rl.models.loading import load_actor
 from hybrid_rl.models.packed import Actor
 from hybrid_rl.models.tokenizer import load_tokenizer
-from hybrid_rl.steps import ema as average
-from hybrid_rl.steps.ema import MovingAverage, MovingReference, blend_reference
+from hybrid_rl.steps import ema as ema_module
+from hybrid_rl.steps.ema import EmaWeights, MovingReference, blend_reference
 
 CPU = torch.device("cpu")
 INPUTS: dict[str, Any] = {
@@ -57,9 +57,9 @@ def weights_of(engine: DeepSpeedEngine) -> dict[str, Tensor]:
 
 
 def follow(folder: Path, stage: int, world: World, *, rank: int = 0) -> dict[str, Any]:
-    """Return the weights before and after three steps, and the reference and the average that followed them."""
+    """Return the weights before and after three steps, and the reference and the EMA after them."""
     engine = make_engine(load(folder, rank=rank), stage, world)
-    reference, ema = load(folder), MovingAverage(engine, 0.75, world)
+    reference, ema = load(folder), EmaWeights(engine, 0.75, world)
     visited = [weights_of(engine)]
     for _ in range(3):
         take_step(engine)
@@ -67,13 +67,13 @@ def follow(folder: Path, stage: int, world: World, *, rank: int = 0) -> dict[str
         blend_reference(reference, engine, 0.25)
         visited.append(weights_of(engine))
     followed = {name: p.detach().clone() for name, p in reference.model.named_parameters()}
-    return {"visited": visited, "reference": followed, "average": ema.weights()}
+    return {"visited": visited, "reference": followed, "ema": ema.weights()}
 
 
 def main() -> None:
-    """Follow an actor as one of two ranks, at ZeRO 2 and 3; gather few weights at once, so that there are groups."""
+    """Run as one of two ranks, at ZeRO 2 and 3, and gather few weights at a time, in several buckets."""
     torch.set_num_threads(1)
-    average._GATHERED_BYTES = 10_000
+    ema_module.GATHERED_BYTES = 10_000
     world = join_world()
     results = {stage: follow(Path(sys.argv[2]), stage, world) for stage in (2, 3)}
     torch.save(results, Path(sys.argv[1], f"rank{world.rank}.pt"))
@@ -87,7 +87,7 @@ def world() -> World:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("alpha, expected", [(0.25, 1.5), (0.5, 2.0), (1.0, 3.0)])
 def test_blend_by_hand(tiny, world, alpha, expected, dtype):
-    """Weights of 1 move towards weights of 3 by the share alpha."""
+    """Weights of 1 move towards weights of 3 by the fraction alpha."""
     reference = load(tiny, dtype, fill=1.0)
     engine = make_engine(load(tiny, dtype, fill=3.0), 2, world)
     blend_reference(reference, engine, alpha)
@@ -96,28 +96,28 @@ def test_blend_by_hand(tiny, world, alpha, expected, dtype):
 
 
 @pytest.mark.parametrize("stage, rank", [(0, 0), (1, 0), (2, 0), (3, 0), (2, 4), (3, 4)])
-def test_followers_equal_the_formula(tiny, world, stage, rank):
-    """Weights with low-rank adapters are followed as they are served, merged."""
+def test_reference_and_ema_equal_the_formula(tiny, world, stage, rank):
+    """Low-rank adapters count as merged into the weights, as the engine serves them."""
     found = follow(tiny, stage, world, rank=rank)
     for name, start in found["visited"][0].items():
         reference = ema = start.double()
         for weights in found["visited"][1:]:
             reference = 0.75 * reference + 0.25 * weights[name].double()
             ema = 0.75 * ema + 0.25 * weights[name].double()
-        for kind, expected in (("reference", reference), ("average", ema)):
+        for kind, expected in (("reference", reference), ("ema", ema)):
             torch.testing.assert_close(found[kind][name].double(), expected, atol=1e-6, rtol=1e-6, msg=f"{kind} {name}")
-    moved = {name: (w - found["visited"][0][name]).abs().max() for name, w in found["average"].items()}
+    moved = {name: (w - found["visited"][0][name]).abs().max() for name, w in found["ema"].items()}
     assert {name for name, change in moved.items() if change > 1e-4} == {n for n in moved if not rank or "_proj" in n}
 
 
-def test_two_ranks_follow_as_one(tiny, world, on_two_ranks):
-    """Each rank holds a whole reference; only the first one an average."""
+def test_two_ranks_give_what_one_gives(tiny, world, on_two_ranks):
+    """Each rank holds a whole reference; only rank 0 holds an EMA."""
     first, second = on_two_ranks(__file__)
     for stage in (2, 3):
         expected = follow(tiny, stage, world)
-        assert second[stage]["average"] == {}
+        assert second[stage]["ema"] == {}
         for rank in (first, second):
-            for kind in ("reference", "average") if rank is first else ("reference",):
+            for kind in ("reference", "ema") if rank is first else ("reference",):
                 assert rank[stage][kind].keys() == expected[kind].keys()
                 for name, tensor in expected[kind].items():
                     torch.testing.assert_close(rank[stage][kind][name], tensor, atol=1e-5, rtol=0, msg=name)
@@ -150,7 +150,7 @@ def test_reference_of_another_shape_is_refused(tiny, world):
 
 
 def test_released_reference_is_saved_and_loaded_on_the_host(tiny, world, tmp_path):
-    """Its device copy is gone then; what is blended on the device comes back after a release."""
+    """A release frees the device copy; the blended weights return with the next restore."""
     engine = make_engine(load(tiny).to(world.device), 2, world)
     module = load(tiny).to(world.device)
     tenant = FrozenModule(module)
@@ -175,26 +175,26 @@ def test_released_reference_is_saved_and_loaded_on_the_host(tiny, world, tmp_pat
     assert all(torch.equal(p.cpu(), expected[name]) for name, p in fresh.named_parameters())
 
 
-def test_average_continues_from_its_file(tiny, world, tmp_path):
+def test_ema_continues_from_its_file(tiny, world, tmp_path):
     engine = make_engine(load(tiny), 2, world)
-    ema = MovingAverage(engine, 0.9, world)
+    ema = EmaWeights(engine, 0.9, world)
     take_step(engine)
     ema.update()
-    ema.snapshot().write(tmp_path / "average", 0)
-    other = MovingAverage(engine, 0.9, world)  # starts from weights that have moved
+    ema.snapshot().write(tmp_path / "ema", 0)
+    other = EmaWeights(engine, 0.9, world)  # starts from weights that have moved
     assert not torch.equal(other.weights()["model.norm.weight"], ema.weights()["model.norm.weight"])
-    other.load(tmp_path / "average")
+    other.load(tmp_path / "ema")
     take_step(engine)
     for each in (ema, other):
         each.update()
     assert all(torch.equal(w, other.weights()[name]) for name, w in ema.weights().items())
 
 
-def test_average_adds_up_what_bfloat16_cannot_hold(tiny, world, tmp_path):
-    """From 1, a thousandth of the way to 1.0078125 a hundred times: 1 + (1 - 0.999^100) / 128 = 1.0007438."""
+def test_ema_adds_up_changes_below_the_precision_of_bfloat16(tiny, world, tmp_path):
+    """From 1, a hundred times a thousandth of the way to 1.0078125: 1 + (1 - 0.999^100) / 128 = 1.0007438."""
     actor = load(tiny, "bfloat16", fill=1.0)
     engine = make_engine(actor, 2, world)
-    ema = MovingAverage(engine, 0.999, world)
+    ema = EmaWeights(engine, 0.999, world)
     for parameter in actor.parameters():
         parameter.data.fill_(1.0078125)
     for _ in range(100):
@@ -205,9 +205,9 @@ def test_average_adds_up_what_bfloat16_cannot_hold(tiny, world, tmp_path):
     assert held.dtype == torch.float32 and held.tolist() == pytest.approx([1.0007438] * 32, abs=1e-6)
 
 
-def test_average_is_exported_as_a_model(tiny, world, tmp_path):
+def test_ema_is_exported_as_a_model(tiny, world, tmp_path):
     engine = make_engine(load(tiny), 2, world)
-    ema = MovingAverage(engine, 0.5, world)
+    ema = EmaWeights(engine, 0.5, world)
     take_step(engine)
     ema.update()
     actors = copy.deepcopy(weights_of(engine))

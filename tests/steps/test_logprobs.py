@@ -83,7 +83,7 @@ def test_empty_batch(actor, critic):
 
 
 def test_gap_is_the_mean_over_sampled_tokens(batch):
-    old = torch.where(batch.response_mask, -1.0, torch.nan)  # what is masked is not read
+    old = torch.where(batch.response_mask, -1.0, torch.nan)  # masked slots are not read
     old[1, 2] = -1.5
     batch = batch.with_fields(old_logprobs=old)
     assert check_logprob_gap(batch, limit=0.06, world=WORLD) == pytest.approx(0.05)  # 0.5 over 10 tokens

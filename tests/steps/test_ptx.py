@@ -1,4 +1,4 @@
-"""The ptx loss is that of the formula, and does not depend on micro-batches, ZeRO stage or number of ranks."""
+"""The ptx loss follows its formula, and depends on neither micro-batches, ZeRO stage nor the number of ranks."""
 
 import json
 import math
@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hybrid_rl.batch import Prompt, Rollout, make_train_batch
+from hybrid_rl.batch import make_train_batch
 from hybrid_rl.config import ConfigError, ModelsConfig, OptimizerConfig, PtxConfig, UpdateConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
@@ -18,13 +18,14 @@ from hybrid_rl.models.loading import load_actor
 from hybrid_rl.steps.logprobs import Packing, token_logprobs
 from hybrid_rl.steps.ptx import PtxLoss
 from hybrid_rl.steps.update import update_actor
+from tests.conftest import make_rollout
 
 CPU = torch.device("cpu")
 TEXTS = [[5, 9, 12, 30, 0], [3, 0], [8, 7, 6, 5, 4, 3, 0], [20, 21, 22, 0], [9, 9, 9, 9, 9, 9]]
 
 
 def make_engine(folder: Path, world: World, stage: int = 2) -> DeepSpeedEngine:
-    # An eps well above rounding keeps AdamW from blowing up gradients that are 0 but for it.
+    # An eps well above rounding keeps AdamW from amplifying gradients that are 0 up to rounding.
     settings = OptimizerConfig(lr=1e-2, eps=1e-3, max_grad_norm=1e9)
     actor = load_actor(str(folder / "policy"), ModelsConfig(), CPU)
     return DeepSpeedEngine(actor, settings, zero_stage=stage, total_steps=9, world=world)
@@ -36,7 +37,7 @@ def make_loss(world: World, *, batch_size: int = 3, tokens: int = 10, seed: int 
 
 
 def finish(engine: DeepSpeedEngine) -> float:
-    """Take the step with a last backward that adds nothing, where the policy's would stand."""
+    """Take the optimizer step after a last backward with gradient 0, in place of the policy's."""
     one = torch.zeros(1, dtype=torch.int64)
     logprobs, _ = engine.forward(
         input_ids=one[None],
@@ -51,7 +52,7 @@ def finish(engine: DeepSpeedEngine) -> float:
     return engine.step()
 
 
-def learn(folder: Path, world: World, *, stage: int = 2, batch_size: int = 3, tokens: int = 10) -> dict[str, Any]:
+def train(folder: Path, world: World, *, stage: int = 2, batch_size: int = 3, tokens: int = 10) -> dict[str, Any]:
     """Return the losses and gradient norms of three steps, and the weights after them."""
     engine, loss = make_engine(folder, world, stage), make_loss(world, batch_size=batch_size, tokens=tokens)
     numbers = [(loss.backward(engine), finish(engine)) for _ in range(3)]
@@ -68,10 +69,10 @@ CASES: list[dict[str, int]] = [
 
 
 def main() -> None:
-    """Learn as one of two ranks."""
+    """Train as one of two ranks, and save the results."""
     torch.set_num_threads(1)
     world = join_world()
-    results = [learn(Path(sys.argv[2]), world, **case) for case in CASES]
+    results = [train(Path(sys.argv[2]), world, **case) for case in CASES]
     torch.save(results, Path(sys.argv[1], f"rank{world.rank}.pt"))
 
 
@@ -98,8 +99,8 @@ def norm_of(oracle: torch.nn.Module) -> float:
     return float(torch.nn.utils.get_total_norm([p.grad for p in oracle.parameters()]))
 
 
-def test_step_is_that_of_the_formula(tiny, world):
-    """-0.3 times the mean over all predicted tokens of an epoch, by transformers' own logits and PyTorch's AdamW."""
+def test_step_follows_the_formula(tiny, world):
+    """-0.3 times the mean over all predicted tokens of an epoch, with transformers' logits and PyTorch's AdamW."""
     engine, loss = make_engine(tiny, world), make_loss(world, batch_size=5)
     mean, norm = loss.backward(engine), finish(engine)
 
@@ -113,21 +114,11 @@ def test_step_is_that_of_the_formula(tiny, world):
         torch.testing.assert_close(ours.detach(), theirs.detach(), atol=2e-6, rtol=0, msg=name)
 
 
-def test_policy_and_texts_share_a_step(tiny, world):
-    """0.7 times the policy gradient at ratio one, -sum(A log pi) / N, and 0.3 times the texts' mean."""
+def test_policy_and_texts_add_up_in_a_step(tiny, world):
+    """The gradient of 0.7 times the policy loss at ratio one, -sum(A log pi) / N, and 0.3 times the texts' mean."""
     engine, loss = make_engine(tiny, world), make_loss(world, batch_size=5)
     responses = [([3, 4], [5, 6, 0], 1.5), ([7], [8, 0], -0.5)]
-    rollouts = [
-        Rollout(
-            prompt=Prompt(prompt_id=i, text="", token_ids=prompt),
-            sequence_id=i,
-            response_ids=response,
-            rollout_logprobs=[],
-            is_truncated=False,
-            text="",
-        )
-        for i, (prompt, response, _) in enumerate(responses)
-    ]
+    rollouts = [make_rollout(prompt, response, prompt_id=i) for i, (prompt, response, _) in enumerate(responses)]
     batch = make_train_batch(rollouts)
     old_logprobs = token_logprobs(engine.module, batch, Packing(max_tokens=99, world=world), temperature=1.0)
     advantages = torch.tensor([[advantage] * 3 for *_, advantage in responses])
@@ -149,19 +140,19 @@ def test_policy_and_texts_share_a_step(tiny, world):
 
 @pytest.mark.parametrize("tokens", [1, 7, 10_000])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_micro_batches_and_stages_change_nothing(tiny, world, tokens, stage):
-    assert_same(learn(tiny, world, tokens=tokens, stage=stage), learn(tiny, world))
+def test_micro_batches_and_zero_stages_change_nothing(tiny, world, tokens, stage):
+    assert_same(train(tiny, world, tokens=tokens, stage=stage), train(tiny, world))
 
 
-def test_two_ranks_are_one(tiny, world, on_two_ranks):
+def test_two_ranks_give_what_one_gives(tiny, world, on_two_ranks):
     first, second = on_two_ranks(__file__)
     for case, one, other in zip(CASES, first, second, strict=True):
-        assert_same(one, learn(tiny, world, **case))
+        assert_same(one, train(tiny, world, **case))
         assert one["numbers"] == other["numbers"]
         assert all(torch.equal(weight, other["weights"][name]) for name, weight in one["weights"].items())
 
 
-# The stream, seen by the losses of a policy that stands still: each text has its own
+# The stream of texts: the policy does not change here, so that the loss identifies the text
 
 
 def draw(engine: DeepSpeedEngine, loss: PtxLoss, number: int) -> list[float]:

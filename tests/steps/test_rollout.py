@@ -1,4 +1,4 @@
-"""Seeds of requests, and rollouts from transformers' own generation."""
+"""Seeds of requests, and rollouts of transformers' generation."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -90,21 +90,21 @@ def test_rollouts_are_grouped_and_numbered(engine, tokenizer, prompts):
 
 def test_rollouts_do_not_depend_on_rank_or_batching(engine, tokenizer, prompts):
     together = {r.sequence_id: r for r in collect(prompts, engine, tokenizer)}
-    shares = [collect(prompts[rank::2], engine, tokenizer) for rank in range(2)]
-    apart = {r.sequence_id: r for share in shares for r in share}
+    ranks = [collect(prompts[rank::2], engine, tokenizer) for rank in range(2)]
+    apart = {r.sequence_id: r for rollouts in ranks for r in rollouts}
     assert apart.keys() == together.keys()
     for i, rollout in together.items():
         assert apart[i].response_ids == rollout.response_ids
         assert apart[i].rollout_logprobs == pytest.approx(rollout.rollout_logprobs, abs=1e-5)
 
 
-def test_steps_sample_anew(engine, tokenizer, prompts):
+def test_every_step_samples_other_responses(engine, tokenizer, prompts):
     first, again, second = (collect(prompts, engine, tokenizer, step=step) for step in (1, 1, 2))
     assert [r.response_ids for r in first] == [r.response_ids for r in again]
     assert [r.response_ids for r in first] != [r.response_ids for r in second]
 
 
-def test_engine_wide_seed_repeats_too(engine, tokenizer, prompts):
+def test_samples_repeat_with_the_engines_own_generator(engine, tokenizer, prompts):
     config = RolloutConfig(engine="hf", group_size=2, max_response_tokens=6, seed_per_request=False)
     first, again, second = (collect(prompts, engine, tokenizer, config=config, step=step) for step in (1, 1, 2))
     assert [r.response_ids for r in first] == [r.response_ids for r in again]

@@ -1,4 +1,4 @@
-"""The result of an update does not depend on how its sequences are cut, over micro-batches or over ranks."""
+"""The result of an update depends neither on its micro-batches nor on the number of ranks."""
 
 import sys
 from collections.abc import Callable
@@ -11,25 +11,26 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hybrid_rl.batch import Prompt, Rollout, TrainBatch, make_train_batch
+from hybrid_rl.batch import TrainBatch, make_train_batch
 from hybrid_rl.config import ModelsConfig, OptimizerConfig, UpdateConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
 from hybrid_rl.models.loading import load_actor, load_value_model
 from hybrid_rl.steps.logprobs import Packing, token_logprobs
 from hybrid_rl.steps.update import KlInLoss, balance_mini_batches, num_optimizer_steps, update_actor, update_critic
+from tests.conftest import make_rollout
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 LENGTHS = [(2, 5), (3, 1), (1, 8), (4, 3), (2, 0), (5, 6), (1, 2), (2, 4)]
-"""Prompt and response tokens of the sequences 0 to 7; number 4 is empty."""
-# An eps well above rounding keeps AdamW from blowing up gradients that are 0 but for it.
+"""Prompt and response tokens of the sequences 0 to 7; the response of number 4 is empty."""
+# An eps well above rounding keeps AdamW from amplifying gradients that are 0 up to rounding.
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, max_grad_norm=0.5)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One update: of whom, at which stage, and how it is cut."""
+    """One update: role, ZeRO stage, and how its sequences are split."""
 
     role: str = "actor"
     stage: int = 2
@@ -41,22 +42,12 @@ class Case:
 
 
 def make_batch(ids: tuple[int, ...]) -> TrainBatch:
-    """Return some of the eight sequences with all that an update reads, the same whatever others come along."""
+    """Return some of the eight sequences with all fields that an update reads; other ids do not change a sequence."""
     generator = torch.Generator().manual_seed(0)
     rollouts, tables = [], []
     for i, (p, r) in enumerate(LENGTHS):
         tokens = torch.randint(2, 38, (p + r,), generator=generator).tolist()
-        prompt = Prompt(prompt_id=i // 2, text="", token_ids=tokens[:p])
-        rollouts.append(
-            Rollout(
-                prompt=prompt,
-                sequence_id=i,
-                response_ids=tokens[p:],
-                rollout_logprobs=[],
-                is_truncated=False,
-                text="",
-            )
-        )
+        rollouts.append(make_rollout(tokens[:p], tokens[p:], prompt_id=i // 2, sequence_id=i))
         tables.append(torch.randn(4, 8, generator=generator))
     batch = make_train_batch([rollouts[i] for i in ids])
     width = batch.response_mask.shape[1]
@@ -95,8 +86,8 @@ def run_case(case: Case, folder: Path, world: World) -> dict[str, Any]:
         metrics = update_critic(engine, batch, config, world, seed=7, max_response_tokens=8)
     with engine.gathered([name for name, _, _ in engine.named_shapes()]) as tensors:
         weights = {name: t.clone() for name, t in tensors.items()}
-    share, rows = balance_mini_batches(batch, case.mini_batch_size, seed=3, world=world)
-    composition = [share.sequence_ids[r].tolist() for r in rows]
+    local, rows = balance_mini_batches(batch, case.mini_batch_size, seed=3, world=world)
+    composition = [local.sequence_ids[r].tolist() for r in rows]
     return {"weights": weights, "metrics": metrics, "mini_batches": composition}
 
 
@@ -146,7 +137,7 @@ def test_micro_batches_change_nothing(tiny, alone, role, aggregation):
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
-def test_stages_change_nothing(alone, role):
+def test_zero_stages_change_nothing(alone, role):
     expected = alone(role, stage=1)
     assert_same(alone(role, stage=2), expected)
     assert_same(alone(role, stage=3), expected)
@@ -165,7 +156,7 @@ def test_metrics_are_means(alone):
 
 
 def test_ratio_one_is_plain_policy_gradient(tiny, world):
-    """The first step is that of -sum(A log pi) / N, differentiated by hand with transformers' own logits."""
+    """The first step follows the gradient of -sum(A log pi) / N, computed with transformers' logits."""
     folder = tiny / "policy"
     actor = load_actor(str(folder), ModelsConfig(), CPU)
     batch = make_batch(tuple(range(8)))
@@ -192,7 +183,7 @@ def test_ratio_one_is_plain_policy_gradient(tiny, world):
 
 
 def test_no_clipping_at_ratio_one_even_with_bounds_of_zero(tiny, world):
-    """A ratio beyond the bound cuts the gradient off, one that stands on it does not."""
+    """A ratio beyond the bound stops the gradient, a ratio on the bound does not."""
     actor = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
     engine = DeepSpeedEngine(actor, OPTIMIZER, zero_stage=2, total_steps=9, world=world)
     batch = make_batch((0, 2, 5))
@@ -205,7 +196,7 @@ def test_no_clipping_at_ratio_one_even_with_bounds_of_zero(tiny, world):
 
 
 def test_values_within_the_bound_do_not_count_as_clipped(tiny, world):
-    """old + (new - old) differs from new by rounding, which is no clipping."""
+    """old + (new - old) differs from new by rounding, which does not count as clipped."""
     module = load_value_model(str(tiny / "reward"), ModelsConfig(), CPU, field="models.critic")
     engine = DeepSpeedEngine(module, OPTIMIZER, zero_stage=2, total_steps=9, world=world)
     config = UpdateConfig(mini_batch_size=8, value_clip=1e3)
@@ -231,7 +222,7 @@ def test_nan_names_the_sequences(tiny, world, role):
 
 
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf, 3e38])
-def test_what_is_masked_is_not_read(tiny, world, alone, garbage):
+def test_masked_slots_are_not_read(tiny, world, alone, garbage):
     case = Case()
     batch = make_batch(case.rows[0])
     mask = batch.response_mask
@@ -247,13 +238,13 @@ def test_what_is_masked_is_not_read(tiny, world, alone, garbage):
 
 def test_mini_batches_are_a_seeded_partition(world):
     def drawn(ids: tuple[int, ...], seed: int) -> list[list[int]]:
-        share, batches = balance_mini_batches(make_batch(ids), 2, seed=seed, world=world)
-        return [share.sequence_ids[rows].tolist() for rows in batches]
+        local, batches = balance_mini_batches(make_batch(ids), 2, seed=seed, world=world)
+        return [local.sequence_ids[rows].tolist() for rows in batches]
 
     batches = drawn((4, 3, 7, 0, 2), 1)
     assert [len(ids) for ids in batches] == [2, 2, 1]
     assert sorted(i for ids in batches for i in ids) == [0, 2, 3, 4, 7]
-    assert batches == drawn((7, 4, 2, 3, 0), 1)  # where the sequences lie in the batch does not matter
+    assert batches == drawn((7, 4, 2, 3, 0), 1)  # the order of the sequences in the batch does not matter
     assert any(batches != drawn((4, 3, 7, 0, 2), seed) for seed in range(2, 6))
 
 
@@ -310,12 +301,12 @@ def test_mini_batches_do_not_depend_on_the_ranks(two_ranks, alone, name):
     expected = alone(case.role, stage=case.stage, mini_batch_size=case.mini_batch_size, aggregation=case.aggregation)
     assert [sorted(a + b) for a, b in zip(first, second, strict=True)] == [sorted(x) for x in expected["mini_batches"]]
     if "without" in name:
-        assert [] in second  # a rank that has nothing to do joins in all the same
+        assert [] in second  # a rank without sequences of a mini-batch joins its collectives
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "one-mini-batch" in name])
-def test_ranks_have_as_many_tokens_of_a_mini_batch(two_ranks, name):
-    """By length 5, 2, 0, 3, 7, 1, 6, 4, of 11, 9, 7, 7, 6, 4, 3 and 2 tokens: 25 and 24 of 49."""
+def test_ranks_have_about_as_many_tokens_of_a_mini_batch(two_ranks, name):
+    """Longest first, sequences 5, 2, 0, 3, 7, 1, 6, 4 have 11, 9, 7, 7, 6, 4, 3, 2 tokens: 25 and 24 of 49."""
     first, second = (result["mini_batches"] for result in two_ranks[name])
     assert [sorted(ids) for ids in first] == [[1, 3, 5, 6]]
     assert [sorted(ids) for ids in second] == [[0, 2, 4, 7]]
@@ -333,7 +324,7 @@ def weights_after(tiny: Path, world: World, batch: TrainBatch, **changes: Any) -
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-def test_sequences_left_out_of_the_loss_are_as_absent(tiny, world, aggregation):
+def test_sequences_outside_the_loss_mask_change_nothing(tiny, world, aggregation):
     everyone = make_batch(tuple(range(8)))
     mask = everyone.response_mask.clone()
     mask[[1, 5, 7]] = False
@@ -371,11 +362,11 @@ def test_kl_in_the_loss_pulls_to_the_reference(tiny, world):
     assert metrics["kl_loss"] == pytest.approx(0.08, abs=1e-5)  # 0.4^2 / 2
     actor.model.load_state_dict(moved, strict=False)
     new = token_logprobs(actor, batch, packing, temperature=0.8)
-    assert (new - old)[batch.response_mask].mean() > 0.1  # a step of 1e-2 passes the target, on its side
+    assert (new - old)[batch.response_mask].mean() > 0.1  # a step of 1e-2 overshoots the reference, in its direction
 
 
 def main() -> None:
-    """Run all cases as one of two ranks, and leave the results in the folder."""
+    """Run all cases as one of two ranks, and save the results in the folder."""
     folder, tiny = map(Path, sys.argv[1:])
     torch.set_num_threads(1)
     world = join_world()

@@ -1,0 +1,78 @@
+"""Dynamic filtering: groups whose scores carry no gradient are replaced by groups of further prompts."""
+
+import logging
+import random
+from collections import defaultdict
+
+import torch
+
+from hybrid_rl.distributed import World
+from hybrid_rl.rewards.scoring import Scored
+
+logger = logging.getLogger(__name__)
+
+
+def informative_rows(scored: Scored, bounds: tuple[float, float]) -> list[int]:
+    """Return the rows of the groups whose mean score lies strictly between the bounds.
+
+    Source: Yu et al. 2025 (DAPO), section 3.2: a group of equal scores has no gradient, and with scores of 0 and 1 the
+    bounds 0 and 1 exclude these groups.
+    """
+    groups: dict[int, list[int]] = defaultdict(list)
+    for row, rollout in enumerate(scored.rollouts):
+        groups[rollout.prompt.prompt_id].append(row)
+    low, high = bounds
+    kept = [rows for rows in groups.values() if low < float(scored.scores[rows].double().mean()) < high]
+    return sorted(row for rows in kept for row in rows)
+
+
+class DynamicFilter:
+    """Collects the groups that a step keeps, over several batches of prompts and all ranks."""
+
+    def __init__(self, bounds: tuple[float, float], world: World) -> None:
+        """Start without groups; bounds are rollout.dynamic_filtering_reward_range."""
+        self._bounds = bounds
+        self._world = world
+        self._kept: Scored | None = None
+        self.num_groups = 0
+        """Groups kept so far, over all ranks."""
+        self.seen: set[int] = set()
+        """Prompt ids sampled so far, over all ranks."""
+        self._sampled = torch.zeros(3, dtype=torch.float64)  # number of responses, sum of scores, batches of prompts
+
+    def add(self, scored: Scored) -> None:
+        """Keep this rank's groups whose mean score lies between the bounds; a collective."""
+        part = scored.select(informative_rows(scored, self._bounds))
+        self._kept = part if self._kept is None else self._kept + part
+        local = torch.tensor([len(scored.scores), float(scored.scores.sum()), 0], dtype=torch.float64)
+        self._sampled += self._world.sum(local) + torch.tensor([0, 0, 1])
+        prompt_ids = {rollout.prompt.prompt_id for rollout in scored.rollouts}
+        self.seen |= set().union(*self._world.all_gather(prompt_ids))
+        self.num_groups = len(self._groups())
+
+    def _groups(self) -> list[int]:
+        assert self._kept is not None
+        local = {rollout.prompt.prompt_id for rollout in self._kept.rollouts}
+        return sorted({prompt_id for ids in self._world.all_gather(local) for prompt_id in ids})
+
+    def take(self, num_groups: int, *, seed: int) -> tuple[Scored, dict[str, float]]:
+        """Return this rank's responses of at most num_groups groups, drawn by the seed, and the metrics of filtering.
+
+        Raises:
+            RuntimeError: all ranks together have kept no group.
+        """
+        assert self._kept is not None
+        groups = self._groups()
+        num_responses, total_score, num_batches = self._sampled.tolist()
+        mean_score = total_score / max(num_responses, 1)
+        kept = f"{len(groups)} of {num_groups} groups after {num_batches:.0f} batches of prompts"
+        reason = f"mean score {mean_score:.3f}, rollout.dynamic_filtering_reward_range = {list(self._bounds)}"
+        if not groups:
+            raise RuntimeError(f"dynamic filtering kept {kept} ({reason}): change the prompts or the range")
+        if len(groups) < num_groups:
+            logger.warning("dynamic filtering gave up with %s (%s); the step continues with them", kept, reason)
+        random.Random(seed).shuffle(groups)
+        taken = set(groups[:num_groups])
+        rows = [row for row, rollout in enumerate(self._kept.rollouts) if rollout.prompt.prompt_id in taken]
+        metrics = {"filter/score": mean_score, "filter/batches": num_batches, "filter/groups": float(len(taken))}
+        return self._kept.select(rows), metrics
