@@ -49,7 +49,7 @@ def draw() -> str:
             x, size = LEFT + WIDTH * column + 2, f'width="{WIDTH - 4}" height="{HEIGHT - 4}"'
             shapes.append(f'<rect x="{x}" y="{y + 2}" {size} rx="4" {fill}/>')
     for place, (fill, words) in enumerate(LEGEND):
-        x = 20 + 262 * place
+        x = (20, 310, 550)[place]
         shapes.append(f'<rect x="{x}" y="{bottom + 16}" width="16" height="16" rx="3" fill="{fill}"/>')
         shapes.append(text(x + 24, bottom + 29, words, anchor="start", size=13))
     return picture(width, bottom + 46, "Residency of the tenants over the five phases of a step", shapes)

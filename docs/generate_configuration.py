@@ -27,8 +27,8 @@ A run is described by one YAML file with the sections below. Every setting can b
 
 ```
 .venv/bin/python launch/colocated.py --config my.yaml --update.actor.lr 5e-7
-.venv/bin/python launch/colocated.py --config my.yaml --print_config      # the settings that would run
-.venv/bin/python launch/colocated.py --help                               # this page, in the terminal
+.venv/bin/python launch/colocated.py --config my.yaml --print_config   # what would run
+.venv/bin/python launch/colocated.py --help                            # this page
 ```
 
 Settings are checked before anything loads. An error names the setting, its value, the rule and the remedy, and the
@@ -81,16 +81,16 @@ def table(name: str, settings: Any) -> str:
     kind = type(settings)
     docs, annotations = field_docs(kind), typing.get_type_hints(kind)
     lines = [f"## {name}", "", inspect.cleandoc(kind.__doc__ or ""), ""]
-    lines += ["| Setting | Default | Values | Meaning |", "|---|---|---|---|"]
+    lines += ["| Setting | Default, values | Meaning |", "|---|---|---|"]
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if dataclasses.is_dataclass(value):
             section = f"{name}.{field.name}"
-            lines.append(f"| `{field.name}` | | | The section [{section}](#{section.replace('.', '')}). |")
+            lines.append(f"| `{field.name}` | | The section [{section}](#{section.replace('.', '')}). |")
             continue
         meaning = docs.get(field.name, "").replace("|", "&#124;").replace("<", "&lt;")
         words = values(annotations[field.name])
-        lines.append(f"| `{field.name}` | {default(value)} | {words} | {meaning} |")
+        lines.append(f"| `{field.name}` | {default(value)}<br>{words} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 
