@@ -21,15 +21,21 @@ export TOKENIZERS_PARALLELISM := false
 export VLLM_NO_USAGE_STATS := 1
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 
 run: $(STAMP)  ## train the demo; settings with ARGS="--run.num_steps 3"
 	.venv/bin/python launch/colocated.py $(ARGS)
 
-test: export HF_HUB_OFFLINE := 1
-test: export VLLM_CPU_KVCACHE_SPACE := 1
-test: lint  ## lint, then every test that needs no GPU
-	.venv/bin/python -m pytest -m "not gpu and not multi_gpu"
+# Each worker runs whole groups of tests, with engines and fork servers of its own; tests/conftest.py names the groups.
+WORKERS := 2
+PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 \
+  .venv/bin/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations 10
+
+test: lint docs  ## lint, the documentation, and every test that needs no GPU and is not slow
+	$(PYTEST) -m "not gpu and not multi_gpu and not slow"
+
+test-slow: $(STAMP)  ## the tests marked slow that need no GPU
+	$(PYTEST) -m "slow and not gpu and not multi_gpu"
 
 lint: $(STAMP)  ## ruff, format check and mypy
 	.venv/bin/ruff check .
@@ -37,7 +43,7 @@ lint: $(STAMP)  ## ruff, format check and mypy
 	.venv/bin/mypy
 
 docs: $(STAMP)  ## build the documentation into site/
-	.venv/bin/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
 format: $(STAMP)  ## let ruff sort, fix and format
 	.venv/bin/ruff check --fix .

@@ -1,19 +1,14 @@
-"""What the tests of several files share: tiny models, responses, steps, and two ranks."""
+"""Fixtures and helpers of several test files: tiny models, responses, training steps, and two ranks."""
 
 import dataclasses
 import gc
 import itertools
 import json
 import os
-import select
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -30,27 +25,40 @@ from transformers import (
 from hybrid_rl.batch import Packed, Prompt, Rollout, make_train_batch, pack
 from hybrid_rl.config import Config, ModelsConfig, PromptsConfig, RewardConfig
 from hybrid_rl.models.packed import packed_inputs
-
-ROOT = Path(__file__).parents[1]
-PATHS = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+from tests.programs import PATHS, ForkServer, running_fork_servers
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# What a loaded machine takes for an example says nothing about the code.
+# How long an example takes depends on the load of the machine.
 settings.register_profile("any_load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any_load")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the tests and group them for pytest-xdist, each of whose workers runs whole groups.
+
+    A group is a file, whose fixtures start once, or several files that share an engine and say so with `xdist_group`.
+    The e2e files come first, since they take longest.
+    """
+    files = list(dict.fromkeys(item.path for item in items))
+    files.sort(key=lambda path: "e2e" not in path.parts)
+    items.sort(key=lambda item: (files.index(item.path), bool(item.get_closest_marker("last_in_file"))))
+    for item in items:
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.parent.name}/{item.path.stem}"))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _imports_are_no_garbage() -> None:
-    """DeepSpeed collects garbage six times for each engine, each time through all that was ever imported."""
+    """Keep the garbage collector from the imported modules: DeepSpeed collects six times per engine."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # else C++ libraries tell at exit of what was never freed
+    gc.unfreeze()  # otherwise C++ libraries warn at exit about objects that were never freed
 
 
 WORDS = ["<eos>", "<bos>", *"0123456789", "+", "=", *"abcdefghijklmnopqrstuvwxyz"]
@@ -209,75 +217,26 @@ def qwen_7b() -> Qwen2Config:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """How a program ended."""
-
-    code: int
-    """Minus the signal that killed it."""
-    output: str
-    """Of both streams."""
-    cpu_s: float
-    """Seconds that it computed, which do not depend on what else the machine does."""
-
-
-class ForkServer:
-    """Runs one program at a time, each in a process of its own, forked from one that has imported the trainer."""
-
-    def __init__(self, folder: Path) -> None:
-        self._output = folder / "output.txt"
-        self._server = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "fork_server.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **PATHS, "OMP_NUM_THREADS": "1"},
-        )
-
-    def start(self, *arguments: str, environment: Mapping[str, str], folder: Path = ROOT) -> None:
-        """Start a program, given by its file and its arguments."""
-        assert self._server.stdin
-        self._output.unlink(missing_ok=True)
-        job = {"arguments": arguments, "environment": dict(environment), "folder": str(folder)}
-        self._server.stdin.write(json.dumps({**job, "output": str(self._output)}) + "\n")
-        self._server.stdin.flush()
-
-    def wait(self, timeout_s: float = 400.0) -> Ended:
-        """Wait for the program that was started; what takes longer is killed, with all that it started."""
-        assert self._server.stdout
-        if not select.select([self._server.stdout], [], [], timeout_s)[0]:
-            for process in psutil.Process(self._server.pid).children(recursive=True):
-                process.kill()
-        code, cpu_s = json.loads(self._server.stdout.readline())
-        return Ended(code=code, output=self._output.read_text(), cpu_s=cpu_s)
-
-    def close(self) -> None:
-        """End the server."""
-        self._server.communicate(timeout=60)
-
-
 @pytest.fixture(scope="session")
 def fork_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ForkServer]]:
-    """Two servers, for two programs at the same time."""
-    servers = [ForkServer(tmp_path_factory.mktemp("forks")) for _ in range(2)]
-    yield servers
-    for server in servers:
-        server.close()
+    """Two servers, which run two programs at the same time."""
+    with running_fork_servers(*(tmp_path_factory.mktemp("forks") for _ in range(2))) as servers:
+        yield servers
 
 
 @pytest.fixture(scope="session")
 def on_two_ranks(
     tiny: Path, tmp_path_factory: pytest.TempPathFactory, fork_servers: list[ForkServer]
 ) -> Callable[[str], list[Any]]:
-    """Return what the program `file` saves in two processes over gloo, as rank<i>.pt in the folder it is given.
+    """Return a function that runs the program `file` in two processes over gloo and returns what each rank saves.
 
-    Its arguments are that folder and the one of the tiny models.
+    The program's arguments are the folder in which it saves rank<i>.pt, and the folder of the tiny models.
     """
 
     def run(file: str) -> list[Any]:
         folder = tmp_path_factory.mktemp("two_ranks")
-        # They meet here, as at torch's elastic agent: a port that rank 0 opens by itself, some time after it was found
-        # free, may be another's by then.
+        # The ranks meet at a store that is already open, as under torch's elastic agent: a port that was found free may
+        # be another program's by the time rank 0 opens it.
         store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         common |= {**PATHS, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}

@@ -1,7 +1,8 @@
-"""Forks itself for each program that it is told of, so that the imports are paid once; see ForkServer in conftest.py.
+"""Servers that fork themselves for each program they are asked for, so that the imports are paid once; see programs.py.
 
-Each line of the input is JSON with `arguments` (the first is the program's file), `environment`, `folder` and `output`;
-when the program has ended, a line with its exit code and its seconds of CPU time is written.
+The arguments are pairs of file descriptors, one pair per server, of requests and answers. A server first answers with
+its process id. Each request is a line of JSON with `arguments` (the first is the program's file), `environment`,
+`folder` and `output`; when the program has ended, the server answers with its exit code and its seconds of CPU time.
 """
 
 import atexit
@@ -23,32 +24,48 @@ IMPORTED = (
     *(datasets, hybrid_rl.demo, hybrid_rl.engines.deepspeed.engine, hybrid_rl.engines.huggingface, hybrid_rl.trainer),
     launch.colocated,
 )
-"""What the programs need, for them to find."""
+"""Modules that the programs find imported."""
 
 
 def become(arguments: list[str], environment: dict[str, str], folder: str, output: str) -> None:
-    """Run a program in this process, which ends as one of its own does, with what it leaves at exit."""
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the requests are not for it
+    """Run a program in this process, which ends as a process started for it would, exit handlers included."""
     for stream in (1, 2):
         os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND), stream)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv[:] = arguments
-    atexit.register(gc.unfreeze)  # else C++ libraries tell at exit of what was never freed
+    atexit.register(gc.unfreeze)  # otherwise C++ libraries warn at exit about objects that were never freed
     runpy.run_path(arguments[0], run_name="__main__")
 
 
+def serve(requests: int, answers: int) -> None:
+    """Answer requests until there are no more."""
+    with open(requests) as lines, open(answers, "w", buffering=1) as told:
+        print(os.getpid(), file=told)
+        for line in lines:
+            pid = os.fork()
+            if pid == 0:
+                lines.close()
+                told.close()
+                return become(**json.loads(line))
+            _, status, used = os.wait4(pid, 0)
+            print(json.dumps([os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime]), file=told)
+
+
 def main() -> None:
-    """Serve until the input ends."""
+    """Fork a server for each pair of descriptors, and wait until all have ended."""
     gc.freeze()  # DeepSpeed collects garbage often; the programs need not look for it among the imports
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            become(**json.loads(line))
-            return
-        _, status, used = os.wait4(pid, 0)
-        print(json.dumps([os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime]), flush=True)
+    descriptors = [int(argument) for argument in sys.argv[1:]]
+    for pair in zip(descriptors[::2], descriptors[1::2], strict=True):
+        if os.fork() == 0:
+            for descriptor in {*descriptors} - {*pair}:
+                os.close(descriptor)
+            return serve(*pair)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for _ in descriptors[::2]:
+        os.wait()
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ from hybrid_rl.config import (
 from hybrid_rl.engines.start import start_engine
 from hybrid_rl.engines.vllm.engine import VllmEngine
 from hybrid_rl.validate import validate
+from tests.programs import PATHS, ROOT, ForkServer, ProgramResult
 
-ROOT = Path(__file__).resolve().parents[2]
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -51,17 +51,6 @@ class RunResult:
     """Of the last checkpoint."""
     weights: dict[str, dict[str, Tensor]] = dataclasses.field(default_factory=dict)
     """Parameters of actor and critic; empty where another process held them."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ended:
-    """How a process ended."""
-
-    code: int
-    output: str
-    """Of both streams."""
-    survivors: list[str]
-    """Processes that it started and that outlived it."""
 
 
 @pytest.fixture(scope="session")
@@ -172,22 +161,22 @@ def train_here(read_run: Callable[[Config], RunResult]) -> Callable[[Config], Ru
 
 
 @pytest.fixture(scope="session")
-def run_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:
+def run_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ProgramResult]:
     """Run Python with some arguments in the checkout."""
 
-    def run(*arguments: str, timeout_s: float = 400.0) -> Ended:
-        output = tmp_path_factory.mktemp("output") / "output.txt"  # not a pipe, which survivors would keep open
+    def run(*arguments: str, timeout_s: float = 400.0) -> ProgramResult:
+        output = tmp_path_factory.mktemp("output") / "output.txt"  # survivors would keep a pipe open
 
-        def command() -> tuple[int, str]:
-            ended = subprocess.run(
-                [sys.executable, *arguments],
-                cwd=ROOT,
-                env=_environment(),
-                stdout=output.open("w"),
-                stderr=subprocess.STDOUT,
-                timeout=timeout_s,
-            )
-            return ended.returncode, output.read_text()
+        def command() -> ProgramResult:
+            with output.open("w") as streams:
+                ended = psutil.Popen(
+                    [sys.executable, *arguments], cwd=ROOT, env=_environment(), stdout=streams, stderr=subprocess.STDOUT
+                )
+                try:
+                    code = ended.wait(timeout_s)
+                finally:
+                    ended.kill()
+            return ProgramResult(code=code, output=output.read_text(), cpu_s=0.0)
 
         return _with_survivors(command)
 
@@ -195,14 +184,13 @@ def run_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]
 
 
 @pytest.fixture(scope="session")
-def run_forked(fork_servers: list[Any]) -> Callable[..., Ended]:
+def run_forked(fork_servers: list[ForkServer]) -> Callable[..., ProgramResult]:
     """Run a program, given by its file, in the checkout, forked from a process that has imported what it needs."""
 
-    def run(*arguments: str) -> Ended:
-        def program() -> tuple[int, str]:
-            fork_servers[0].start(*arguments, environment=_environment(), folder=ROOT)
-            ended = fork_servers[0].wait()
-            return ended.code, ended.output
+    def run(*arguments: str) -> ProgramResult:
+        def program() -> ProgramResult:
+            fork_servers[0].start(*arguments, environment=_environment())
+            return fork_servers[0].wait()
 
         return _with_survivors(program)
 
@@ -210,10 +198,10 @@ def run_forked(fork_servers: list[Any]) -> Callable[..., Ended]:
 
 
 @pytest.fixture(scope="session")
-def launch(run_forked: Callable[..., Ended]) -> Callable[..., Ended]:
+def launch(run_forked: Callable[..., ProgramResult]) -> Callable[..., ProgramResult]:
     """Run launch/colocated.py with a config and more arguments."""
 
-    def run(config: Config, *arguments: str) -> Ended:
+    def run(config: Config, *arguments: str) -> ProgramResult:
         path = Path(config.run.dir) / "settings.yaml"
         path.write_text(yaml.safe_dump(as_dict(config)))
         return run_forked("launch/colocated.py", "--config", str(path), *arguments)
@@ -222,17 +210,17 @@ def launch(run_forked: Callable[..., Ended]) -> Callable[..., Ended]:
 
 
 def _environment() -> dict[str, str]:
-    inherited = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}  # those are this process's
-    return inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    inherited = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}  # they describe this process
+    return inherited | PATHS | {"OMP_NUM_THREADS": "1"}
 
 
-def _with_survivors(run: Callable[[], tuple[int, str]]) -> Ended:
-    """Run something and see which of the processes that it started live on; they are ended."""
+def _with_survivors(run: Callable[[], ProgramResult]) -> ProgramResult:
+    """Run a program and add the processes that it started and that live on, which are then killed."""
     before = set(_descendants())
     _adopt_orphans(True)
     try:
-        code, output = run()
-        return Ended(code=code, output=output, survivors=_survivors(before, patience_s=60))
+        ended = run()
+        return dataclasses.replace(ended, survivors=_survivors(before, patience_s=60))
     finally:
         for process in set(_descendants()) - before:
             process.kill()

@@ -27,7 +27,8 @@ from hybrid_rl.memory.phases import PhaseError
 from hybrid_rl.memory.residency import Phase
 from hybrid_rl.run import Run
 from hybrid_rl.steps.logprobs import Packing, token_logprobs
-from hybrid_rl.weights.sync import SyncError, SyncReport
+from hybrid_rl.weights.sync import SyncReport
+from hybrid_rl.weights.verify import SyncError
 from launch.colocated import parse
 
 VICTIM = "model.layers.1.mlp.up_proj.weight"
@@ -217,6 +218,7 @@ def test_rollout_without_hand_over_is_refused(live: Live):
     assert live.generate(0.0) == live.greedy
 
 
+@pytest.mark.last_in_file
 def test_close_leaves_no_process_and_no_shared_memory(live: Live):
     assert len(children() - live.children_before) >= 2  # engine and scorer
     live.close()
@@ -227,7 +229,6 @@ def test_close_leaves_no_process_and_no_shared_memory(live: Live):
 
 
 def test_fresh_engine_on_the_export_generates_the_same(live: Live):
-    live.close()
     from hybrid_rl.engines.vllm.environment import engine_environment
 
     with engine_environment():

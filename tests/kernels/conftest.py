@@ -1,12 +1,11 @@
-"""Tests of Triton kernels run in Triton's interpreter, which a process chooses once: each file in one of its own.
+"""Triton reads once per process whether it interprets kernels: each file with such tests runs in a process of its own.
 
-To run a single one of their tests: TRITON_INTERPRET=1 python -m pytest tests/kernels/test_gae.py -k name
+To run a single test of them: TRITON_INTERPRET=1 python -m pytest tests/kernels/test_gae.py -k name
 """
 
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,30 +22,20 @@ class InterpretedFile(pytest.File):
 
 
 class InterpretedTests(pytest.Item):
-    """Runs all tests of a file in the interpreter; the first to run starts all of them, side by side."""
+    """Runs all tests of a file in the interpreter."""
 
-    process: subprocess.Popen | None = None
-
-    def start(self) -> None:
-        self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        # The fixtures of tests/conftest.py, which take seconds to import, are not theirs.
-        options = ["-q", "-p", "no:cacheprovider", "--confcutdir", str(self.path.parent)]
-        self.process = subprocess.Popen(
+    def runtest(self) -> None:
+        # The process starts without tests/conftest.py, whose fixtures take seconds to import.
+        options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--confcutdir", str(self.path.parent)]
+        done = subprocess.run(
             [sys.executable, "-m", "pytest", *options, str(self.path)],
             env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
             cwd=self.config.rootpath,
-            stdout=self.output,
-            stderr=subprocess.STDOUT,
+            capture_output=True,
+            text=True,
         )
-
-    def runtest(self) -> None:
-        for item in self.session.items:
-            if isinstance(item, InterpretedTests) and not item.process:
-                item.start()
-        assert self.process
-        if self.process.wait():
-            self.output.seek(0)
-            pytest.fail(self.output.read(), pytrace=False)
+        if done.returncode:
+            pytest.fail(done.stdout + done.stderr, pytrace=False)
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
