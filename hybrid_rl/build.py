@@ -21,7 +21,7 @@ from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import RolloutEngine, TrainEngine
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
 from hybrid_rl.engines.deepspeed.ulysses import enable_sequence_parallel
-from hybrid_rl.engines.group import GroupEngine, check_groups
+from hybrid_rl.engines.group import GroupEngine
 from hybrid_rl.engines.start import start_engine
 from hybrid_rl.engines.tenants import EngineTenant, Tenants
 from hybrid_rl.memory.device import grow_segments
@@ -42,6 +42,7 @@ from hybrid_rl.steps.ema import MovingAverage, MovingReference
 from hybrid_rl.steps.logprobs import ActorForward, Packing, sequence_values
 from hybrid_rl.steps.ptx import PtxLoss
 from hybrid_rl.steps.update import num_optimizer_steps
+from hybrid_rl.validate import check_ranks
 from hybrid_rl.weights.alias import AliasBuffer
 from hybrid_rl.weights.bucket import AliasedWeights
 from hybrid_rl.weights.layout import why_not_alias
@@ -59,7 +60,7 @@ def build(config: Config) -> Run:
         ConfigError: a setting or an input file cannot work, or the models do not fit; before any model loads.
     """
     world = join_world()
-    check_groups(config, world)
+    check_ranks(config, num_ranks=world.size, ranks_on_nodes=world.ranks_on_nodes())
     plan = plan_run(config, world, RESIDENCY)
     config = plan.sized(config)
     torch.manual_seed(config.run.seed)
@@ -73,7 +74,7 @@ def build(config: Config) -> Run:
     memory = MemoryManager(
         plan.residency, world.device, recorder.timeline, planned=plan.peaks, keeps_cache=plan.has_room_for_cache
     )
-    tenants = Tenants(config, world.device, stays=memory.always_resident)
+    tenants = Tenants(config, world.device, always_resident=memory.always_resident)
     tenants.reserve_host(sum(allocation.host_bytes for allocation in plan.allocations if allocation.in_bytes))
     setup = Setup(
         config=config,

@@ -34,6 +34,10 @@ class World:
         """Whether this rank is the group's first, which writes the files that exist once."""
         return self.rank == 0
 
+    def ranks_on_nodes(self) -> list[int]:
+        """Return for each rank the number of ranks on its node."""
+        return self.all_gather(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
     def duplicate_group(self) -> "World":
         """Return the same ranks with a process group of their own, for a thread whose collectives overlap the run's."""
         return self if self.size == 1 else dataclasses.replace(self, group=dist.new_group(backend="gloo"))

@@ -7,12 +7,12 @@ from rich.console import Console
 from rich.table import Table
 
 from hybrid_rl.config import Config, check
-from hybrid_rl.engines.group import group_sizes
 from hybrid_rl.memory.residency import RESIDENCY, Phase
 from hybrid_rl.planning.advice import Change, advice, larger_batches, suggest
 from hybrid_rl.planning.plan import GIB, MARGIN, Machine, Plan, Shapes, read_shapes
 from hybrid_rl.planning.planner import make_plan
 from hybrid_rl.planning.simulator import Rates, StepTime, bus_seconds, simulate
+from hybrid_rl.validate import group_sizes
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}

@@ -1,10 +1,10 @@
-"""Time the hand-over of a model's weights to a vLLM engine, in every way that there is, in one run; table and CSV.
+"""Time weight sync to a vLLM engine, by alias, by copy and by the methods of others; prints a table, writes a CSV.
 
 python profiling/bench_sync.py                     # 1.5B parameters in Qwen2's shape, on a GPU, about four minutes
-python profiling/bench_sync.py --device cpu --tiny  # a dry run of our own two ways
+python profiling/bench_sync.py --device cpu --tiny  # a dry run of alias and copy
 
-The floor is one device copy of all bytes (read and written once). A copy out of the trainer and one into the engine is
-the least that copying takes without sharing: twice the floor. "with proof" compares eight checksums, as a run does.
+The floor is one device copy of all bytes. Without an alias, weight sync needs at least one copy out of the trainer and
+one into the engine, which is twice the floor. "verified" compares eight checksums, like a run with default settings.
 """
 
 import argparse
@@ -46,16 +46,16 @@ class Row:
 
     way: str
     first_ms: float
-    """The first time: handles are opened, destinations found, all tensors proved."""
+    """Milliseconds of the first weight sync, which opens handles, records routes and verifies all tensors."""
     ms: float
-    """Median of the later times."""
+    """Median milliseconds of the later ones."""
     floors: float
-    """ms over the floor."""
+    """`ms` divided by the floor."""
 
 
 @dataclass(kw_only=True)
 class Trainer:
-    """A model whose weights are handed over; what the hand-over asks of hybrid_rl's DeepSpeedEngine."""
+    """A model as a WeightSource."""
 
     model: Qwen2ForCausalLM
     weights: dict[str, Tensor] = field(init=False)
@@ -80,20 +80,20 @@ class Trainer:
 
 @dataclass(kw_only=True)
 class Bench:
-    """The rows so far, and what could not run."""
+    """The rows measured so far, and the methods that failed."""
 
     world: World
     repeats: int
     path: Path
-    """Of the CSV file, written again with every row, for a run that is cut off."""
+    """Path of the CSV file, which is written again with every row, in case the run is interrupted."""
     floor_ms: float = float("nan")
     rows: list[Row] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
-    def time(self, way: str, push: Callable[[], object]) -> None:
-        """Add a row; a way that fails is noted and left out."""
+    def time(self, way: str, sync: Callable[[], object]) -> None:
+        """Add a row; a method that fails is recorded and left out."""
         try:
-            times = [milliseconds(push) for _ in range(self.repeats + 1)]
+            times = [milliseconds(sync) for _ in range(self.repeats + 1)]
         except Exception as error:
             return self.leave_out(way, error)
         median = statistics.median(times[1:])
@@ -104,17 +104,17 @@ class Bench:
         return None
 
     def leave_out(self, way: str, error: Exception) -> None:
-        """Note a way that fails, and why."""
+        """Record a method that fails, with its error."""
         self.missing.append(f"{way}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
 
 
 def start(folder: str, world: World, **extra: Any) -> VllmEngine:
-    """Return an engine with the bench's worker; graphs play no part in a hand-over."""
+    """Return an engine with the worker of this benchmark, without CUDA graphs, which weight sync does not use."""
     import vllm
 
     settings = RolloutConfig(kv_cache_memory_bytes=64 << 20, gpu_memory_utilization=0.3, enforce_eager=True)
     original, transfer = vllm.LLM, extra.pop("transfer", {})
-    vllm.LLM = lambda **kw: original(**kw | transfer | {"worker_extension_cls": "sync_worker.BenchReceiver"})
+    vllm.LLM = lambda **kw: original(**kw | transfer | {"worker_extension_cls": "sync_worker.SyncBenchWorker"})
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     try:
         return VllmEngine(folder, settings, dtype=dtype, max_model_len=64, can_sleep=False, seed=0, **extra)
@@ -132,17 +132,17 @@ def bench_floor(bench: Bench, trainer: Trainer) -> None:
 
 
 def bench_ours(bench: Bench, trainer: Trainer, engine: VllmEngine, make: Callable[[SyncConfig], Any], way: str) -> None:
-    """Time pushes without and with the proof."""
-    for num_verified, name in ((0, way), (8, f"{way}, with proof")):
+    """Time weight syncs without and with verification."""
+    for num_verified, name in ((0, way), (8, f"{way}, verified")):
         engine.weights_version = 0
         bench.time(name, make(SyncConfig(num_verified=num_verified)).sync)
 
 
 def bench_handles(bench: Bench, trainer: Trainer, engine: VllmEngine) -> None:
-    """Time one handle per parameter: all in one message, and OpenRLHF's way, a message for each.
+    """Time one handle per parameter: all in one message, and one message for each as in OpenRLHF.
 
-    Each parameter has memory of its own: torch 2.11 wraps a memory's owner anew for every handle, and frees owners by
-    recursion, which 14,000 handles of one flat buffer end with a segmentation fault.
+    Each parameter has separate memory. PyTorch wraps the owner of a memory anew for every handle and frees owners
+    recursively, so that thousands of handles of one buffer end in a segmentation fault.
     """
     from torch.multiprocessing.reductions import reduce_tensor
 
@@ -157,21 +157,21 @@ def bench_handles(bench: Bench, trainer: Trainer, engine: VllmEngine) -> None:
 
 
 class Client:
-    """What vLLM's sender asks of an engine, through our own messages."""
+    """The interface that vLLM's sender expects of an engine, through messages to SyncBenchWorker."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self._llm = engine.llm
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call a method of the engine's worker."""
+        """Call a method of vLLM's worker."""
         self._llm.collective_rpc("bench_call", args=(pickle.dumps((name, arguments)),))
 
     def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
-        """Agree on the format."""
+        """Set the format."""
         self.call("init_weight_transfer_engine", info)
 
     def start_weight_update(self) -> None:
-        """Begin."""
+        """Start an update."""
         self.call("start_weight_update")
 
     def update_weights(self, info: Any) -> None:
@@ -179,12 +179,12 @@ class Client:
         self.call("update_weights", info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """End."""
+        """Finish an update."""
         self.call("finish_weight_update")
 
 
 def bench_packed(bench: Bench, trainer: Trainer, engine: VllmEngine) -> None:
-    """Time vLLM's own packed IPC transfer, whichever of its interfaces this version has."""
+    """Time vLLM's packed IPC transfer, through the interface that this version of vLLM has."""
     from vllm.distributed.weight_transfer import ipc_engine
 
     client = Client(engine)
@@ -199,7 +199,7 @@ def bench_packed(bench: Bench, trainer: Trainer, engine: VllmEngine) -> None:
 
 
 def _send_packed(ipc_engine: Any, client: Client, trainer: Trainer) -> None:
-    """Send as vLLM did up to 0.26: a static method with a function that carries each chunk."""
+    """Send with the interface of vLLM up to 0.26, a static method that gets a function for sending a chunk."""
     client.start_weight_update()
     arguments = ipc_engine.IPCTrainerSendWeightsArgs(
         send_mode=lambda info: client.update_weights(info if isinstance(info, dict) else asdict(info)), packed=True
@@ -209,7 +209,7 @@ def _send_packed(ipc_engine: Any, client: Client, trainer: Trainer) -> None:
 
 
 def bench_others(bench: Bench, trainer: Trainer, folder: str) -> None:
-    """Time the ways of others."""
+    """Time the methods of others."""
     try:
         from vllm.config.weight_transfer import WeightTransferConfig
 
@@ -224,7 +224,7 @@ def bench_others(bench: Bench, trainer: Trainer, folder: str) -> None:
 
 
 def measure(bench: Bench, shape: dict[str, int]) -> None:
-    """Run everything: the engine that shares first, then the one that gets copies, then the ways of others."""
+    """Measure alias, then copy, then on a GPU the methods of others, each with its own engine."""
     world = bench.world
     config = Qwen2Config(**shape, tie_word_embeddings=True, eos_token_id=0, pad_token_id=0, bos_token_id=None)
     config.architectures = ["Qwen2ForCausalLM"]

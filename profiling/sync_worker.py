@@ -1,4 +1,4 @@
-"""The engine's side of the ways that bench_sync.py compares with ours."""
+"""The engine's side of the methods of others that bench_sync.py measures."""
 
 import inspect
 import pickle
@@ -10,20 +10,24 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from hybrid_rl.engines.vllm.worker import WorkerExtension
 
 
-class BenchReceiver(WorkerExtension):
-    """Opens a handle for each parameter, as OpenRLHF's worker does, and calls what vLLM's own transfer needs."""
+class SyncBenchWorker(WorkerExtension):
+    """Opens one handle per parameter, like OpenRLHF's worker, and calls the methods of vLLM's transfer."""
 
     def bench_load(self, message: bytes) -> None:
-        """Open each tensor's handle, let the model load it, and wait; message is [(name, arguments of the handle)]."""
-        place = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
+        """Open the handle of each tensor, let the model load it, and wait for the device.
+
+        Args:
+            message: pickled [(name, arguments of rebuild_cuda_tensor)].
+        """
+        position = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
         for name, arguments in pickle.loads(message):
             arguments = list(arguments)
-            arguments[place] = self.device.index or 0
+            arguments[position] = self.device.index or 0
             self.model_runner.model.load_weights([(name, rebuild_cuda_tensor(*arguments))])
         torch.cuda.synchronize()
 
     def bench_call(self, message: bytes) -> Any:
-        """Call a method of vLLM's worker; message is (name, arguments)."""
+        """Call a method of vLLM's worker and wait for the device; message is a pickled (name, arguments)."""
         name, arguments = pickle.loads(message)
         getattr(self, name)(*arguments)
         torch.cuda.synchronize()

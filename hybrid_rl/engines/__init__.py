@@ -1,4 +1,4 @@
-"""The two engines of a run as protocols: one generates responses, one trains a model. Implementations lie beside."""
+"""Protocols of the two kinds of engines: RolloutEngine generates responses, TrainEngine trains a model."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,15 +14,16 @@ from hybrid_rl.weights.protocols import NamedShape, WeightReceiver
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to sample; every field is sent to the engine explicitly."""
+    """Sampling parameters of a generation."""
 
     temperature: float
-    """0 is greedy."""
+    """Divisor of the logits; 0 is greedy decoding."""
     max_tokens: int
+    """Most tokens of a response."""
     stop_token_ids: tuple[int, ...]
-    """Sampling one of them ends the response; the response keeps the token."""
+    """A sampled token among these ends the response and is kept in it."""
     stop_strings: tuple[str, ...] = ()
-    """The token that completes one in the response's text, special tokens included, ends the response and is kept."""
+    """A token that completes one of these in the text, special tokens included, ends the response and is kept in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,33 +32,45 @@ class Generation:
 
     token_ids: list[int]
     logprobs: list[float]
-    """Log-probability of each token, temperature applied; empty for greedy sampling."""
+    """Log-prob of each token under the distribution that it was sampled from; empty for greedy decoding."""
     is_truncated: bool
+    """Whether the response ended at max_tokens, without a stop token or stop string."""
 
 
 class RolloutEngine(WeightReceiver, Protocol):
-    """An engine that generates responses with the trainer's weights, which weight sync brings."""
+    """An engine that generates responses with the trainer's weights; see WeightReceiver for weight sync.
+
+    Its memory has two tags, `weights` and `kv_cache`, which are unmapped and mapped separately.
+    """
 
     def generate(
         self, prompts: Sequence[list[int]], sampling: Sampling, seeds: Sequence[int] | None
     ) -> list[Generation]:
-        """Return one response per prompt, in order. seeds: one per prompt, or None for the engine's own generator."""
+        """Return one response per prompt, in order.
+
+        Args:
+            prompts: token ids of each prompt.
+            seeds: one seed per prompt; None draws from the engine's own generator.
+
+        Raises:
+            RuntimeError: the weights are not the trainer's, or memory is unmapped.
+        """
         ...
 
     def seed(self, seed: int) -> None:
-        """Seed the engine's own generator, which requests without a seed use."""
+        """Seed the engine's own generator, from which requests without a seed draw."""
         ...
 
     def unmap(self, tag: str) -> None:
-        """Give up the memory behind `weights` or `kv_cache`."""
+        """Release the memory of `weights` or `kv_cache`, whose contents are lost."""
         ...
 
     def map(self, tag: str) -> None:
-        """Take that memory again, without its contents."""
+        """Allocate the memory of a tag again; the contents are undefined until they are written."""
         ...
 
     def close(self) -> None:
-        """End the engine and its processes."""
+        """Release the trainer's bucket and end the engine and its processes."""
         ...
 
 
@@ -66,7 +79,7 @@ class TrainEngine(Protocol):
 
     @property
     def module(self) -> Any:
-        """The Actor or ValueModel, without the engine's wrapping."""
+        """The Actor or ValueModel that the engine trains."""
         ...
 
     @property
@@ -90,23 +103,35 @@ class TrainEngine(Protocol):
         ...
 
     def forward(self, **inputs: Any) -> Any:
-        """Run the model; under ZeRO-3 every rank must call it equally often."""
+        """Return the outputs of the module; under ZeRO-3 every rank must call it equally often."""
         ...
 
     def reference_forward(self, **inputs: Any) -> Any:
-        """Run the model without its adapters and without gradient."""
+        """Return the outputs of the module without adapters and without gradient, see forward."""
         ...
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Add the gradient of a loss that is normalised over all ranks and micro-batches of an optimizer step."""
+        """Add the gradient of a loss.
+
+        Args:
+            loss: scalar, normalised over all ranks and micro-batches of the optimizer step.
+            is_last: whether it is the last micro-batch before step.
+        """
         ...
 
     def step(self) -> float:
-        """Clip, take an optimizer step and a schedule step; return the gradient norm before clipping."""
+        """Clip gradients, take an optimizer step and a step of the schedule; return the gradient norm before clipping.
+
+        Raises:
+            FloatingPointError: the gradient norm is not finite.
+        """
         ...
 
     def named_shapes(self) -> list[NamedShape]:
-        """Return name, full shape and dtype of every weight; adapters are merged into the weights that they change."""
+        """Return name, full shape and dtype of every weight; tied weights appear once.
+
+        Adapters do not appear: they are merged into the weights that they change.
+        """
         ...
 
     def gathered(self, names: Sequence[str]) -> AbstractContextManager[Mapping[str, Tensor]]:

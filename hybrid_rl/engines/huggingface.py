@@ -1,4 +1,4 @@
-"""Transformers' own generate as a rollout engine: the oracle of the tests, and the baseline that vLLM must beat."""
+"""A rollout engine in plain PyTorch around a Hugging Face model: the reference of tests, and of vLLM's speed."""
 
 import functools
 from collections.abc import Sequence
@@ -16,15 +16,24 @@ from hybrid_rl.weights.protocols import TensorSlice
 
 
 class HuggingFaceEngine:
-    """A copy of the actor in this process; see hybrid_rl.engines.RolloutEngine for its contract."""
+    """A copy, or an alias, of the actor in the trainer's process; see RolloutEngine for the methods.
+
+    `model` is the Hugging Face model, `parameters` are its parameters by name, tied ones once.
+    """
 
     def __init__(
         self, model: str, *, dtype: torch.dtype, device: torch.device, aliased: AliasedWeights | None = None
     ) -> None:
+        """Load the model.
+
+        Args:
+            model: folder or hub name of the model, and of its tokenizer if there are stop strings.
+            aliased: the trainer's weights, which the parameters become views of; None for copies.
+        """
         attention = dense_attention(model)
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation=attention)
-        self._model.to(device).requires_grad_(False).eval()
-        self._parameters = dict(self._model.named_parameters())
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation=attention)
+        self.model.to(device).requires_grad_(False).eval()
+        self.parameters = dict(self.model.named_parameters())
         self._device = device
         self._folder = model
         self._weights_valid = False
@@ -33,14 +42,14 @@ class HuggingFaceEngine:
         if aliased:
             bucket = open_ipc_bucket(aliased.handle, device)
             for slot in aliased.slots:
-                self._parameters[slot.name].data = slot.view(bucket)
+                self.parameters[slot.name].data = slot.view(bucket)
                 self._received.add(slot.name)
 
     @torch.no_grad()
     def generate(
         self, prompts: Sequence[list[int]], sampling: Sampling, seeds: Sequence[int] | None
     ) -> list[Generation]:
-        """Return one response per prompt, in order; prompts of equal length run together, so nothing is padded."""
+        """Return one response per prompt; prompts of equal length are one batch, so that nothing is padded."""
         if not self._weights_valid:
             raise RuntimeError("generate: the engine's weights were dropped or never filled; sync the trainer's first")
         results: dict[int, Generation] = {}
@@ -57,13 +66,18 @@ class HuggingFaceEngine:
     def _decode(
         self, input_ids: Tensor, sampling: Sampling, generators: Sequence[torch.Generator | None]
     ) -> list[Generation]:
-        """Return the responses of prompts [S, L] of one length."""
+        """Return the responses to prompts of one length.
+
+        Args:
+            input_ids: [S, L] int64.
+            generators: one per prompt; None draws from the global generator.
+        """
         cache = DynamicCache()
         stops = torch.tensor(sampling.stop_token_ids, device=self._device)
         is_done = torch.zeros(len(input_ids), dtype=torch.bool, device=self._device)
         tokens, logprobs, lengths = [], [], torch.zeros(len(input_ids), dtype=torch.int64, device=self._device)
         for _ in range(sampling.max_tokens):
-            logits = self._model(input_ids, past_key_values=cache, use_cache=True).logits[:, -1].float()
+            logits = self.model(input_ids, past_key_values=cache, use_cache=True).logits[:, -1].float()
             scaled = (logits / (sampling.temperature or 1.0)).log_softmax(-1)
             token = scaled.argmax(-1) if sampling.temperature == 0 else self._sample(scaled.exp(), generators)
             tokens.append(token)
@@ -81,7 +95,11 @@ class HuggingFaceEngine:
         ]
 
     def _has_stop_string(self, tokens: Sequence[Tensor], stop_strings: Sequence[str]) -> Tensor:
-        """Return, [S] bool, whether the text of each row of the tokens so far (each [S]) contains a stop string."""
+        """Return whether each response contains a stop string, [S] bool.
+
+        Args:
+            tokens: tokens of each decode step so far, [S] each.
+        """
         if not stop_strings:
             return torch.zeros(len(tokens[0]), dtype=torch.bool, device=self._device)
         texts = [self._tokenizer.decode(ids) for ids in torch.stack(list(tokens), 1).tolist()]
@@ -94,52 +112,56 @@ class HuggingFaceEngine:
 
     @staticmethod
     def _sample(probabilities: Tensor, generators: Sequence[torch.Generator | None]) -> Tensor:
-        """Return one token per row [S], each from its own generator."""
+        """Return one token per row, [S], each drawn from the generator of its row."""
         draws = [torch.multinomial(p, 1, generator=g) for p, g in zip(probabilities, generators, strict=True)]
         return torch.cat(draws)
 
     def seed(self, seed: int) -> None:
-        """Seed the global generator, which requests without a seed use."""
+        """Seed PyTorch's global generator; see RolloutEngine."""
         torch.manual_seed(seed)
 
     def open_bucket(self, handle: bytes, plan: list[list[Slot]]) -> None:
-        """Map the trainer's bucket and remember what each fill of it will hold."""
+        """Map the trainer's bucket; see RolloutEngine."""
         self._plan = plan
         self._bucket = open_ipc_bucket(handle, self._device)
 
     @torch.no_grad()
     def load_bucket(self, index: int) -> None:
-        """Copy bucket `index` into the parameters."""
+        """Copy bucket `index` of the plan into the parameters; see RolloutEngine.
+
+        Raises:
+            RuntimeError: the model has no parameter of a tensor's name.
+        """
         self._weights_valid = False
         for slot in self._plan[index]:
-            if slot.name not in self._parameters:
+            if slot.name not in self.parameters:
                 raise RuntimeError(f"no engine parameter takes these trainer tensors: {slot.name}")
-            self._parameters[slot.name].copy_(slot.view(self._bucket))
+            self.parameters[slot.name].copy_(slot.view(self._bucket))
             self._received.add(slot.name)
 
     def finish_sync(self) -> None:
-        """Count a hand-over; every parameter must have been filled."""
-        missing = sorted(set(self._parameters) - self._received)
+        """Increment weights_version; see RolloutEngine."""
+        missing = sorted(set(self.parameters) - self._received)
         if missing:
             raise RuntimeError(f"engine parameter {missing[0]}: nothing comes from the trainer")
         self._weights_valid = True
         self.weights_version += 1
 
     def checksums(self, names: Sequence[str]) -> list[dict[str, list[tuple[TensorSlice, int]]]]:
-        """Return the checksum of every named parameter, each as one whole region."""
+        """Return the checksum of every named parameter, each as one slice; see RolloutEngine."""
         held: dict[str, list[tuple[TensorSlice, int]]] = {}
         for name in names:
-            flat = self._parameters[name].flatten()
+            flat = self.parameters[name].flatten()
             held[name] = [(((len(flat),), (1,), 0), checksum(flat))]
         return [held]
 
     def unmap(self, tag: str) -> None:
-        """Count the weights as dropped; the memory stays, for an oracle needs no thrift."""
+        """Mark the weights as dropped; no memory is released."""
         if tag == "weights":
             self._weights_valid = False
 
     def map(self, tag: str) -> None:
-        """Nothing was unmapped."""
+        """Do nothing, because unmap releases nothing."""
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Do nothing, because the engine has no process."""

@@ -1,4 +1,4 @@
-"""Chooses and starts the rollout engine of a rank."""
+"""Starts the rollout engine that rollout.engine names."""
 
 from collections.abc import Sequence
 
@@ -18,18 +18,22 @@ def start_engine(
     aliased: AliasedWeights | None = None,
     gpus: Sequence[str] = (),
 ) -> RolloutEngine:
-    """Return a running engine with the actor's architecture; its weights wait for the first hand-over or are shared.
+    """Return a running engine with the actor's architecture, without the trainer's weights or with aliases of them.
 
-    Nothing else may allocate on the GPU meanwhile: vLLM's profiler looks at the whole device.
+    Nothing else may allocate on the GPU during the start, because vLLM measures the free memory of the whole device.
 
     Args:
-        gpus: names of those that the engine spans, see group.visible_name; none for this rank's own.
+        dtype: dtype of the weights.
+        device: device of this rank.
+        rank: this rank, by which the engine's seed differs.
+        aliased: the trainer's weights; None for an engine that gets copies.
+        gpus: names of the GPUs that the engine spans, see group.visible_name; none for this rank's GPU.
     """
     if config.rollout.engine == "hf":
         from hybrid_rl.engines.huggingface import HuggingFaceEngine
 
         return HuggingFaceEngine(config.models.actor, dtype=dtype, device=device, aliased=aliased)
-    from hybrid_rl.engines.vllm.engine import VllmEngine  # takes seconds to import
+    from hybrid_rl.engines.vllm.engine import VllmEngine  # imports vLLM's dependencies, which takes seconds
 
     return VllmEngine(
         config.models.actor,

@@ -1,4 +1,4 @@
-"""Which kind of tenant each part of the trainer is: `memory.swap`, the device and the optimizer decide."""
+"""Chooses the tenant of each part of the trainer, by memory.swap, the device and the optimizer."""
 
 import torch
 from torch import nn
@@ -10,85 +10,88 @@ from hybrid_rl.memory.tenants import FrozenModule, PooledModule, PooledTenant, R
 
 
 class Tenants:
-    """Makes the tenants of the training engines and of the frozen models."""
+    """Makes the tenants of training engines and of models that are not trained."""
 
-    def __init__(self, config: Config, device: torch.device, *, stays: frozenset[str] = frozenset()) -> None:
-        """Start the pool, if there is to be one; `stays` are the tenants that no phase sends away.
+    def __init__(self, config: Config, device: torch.device, *, always_resident: frozenset[str] = frozenset()) -> None:
+        """Create the memory pool if memory.swap asks for one.
+
+        Args:
+            always_resident: names of the tenants that no phase releases.
 
         Raises:
-            ConfigError: memory.swap = vmm on a GPU without the native library.
+            ConfigError: memory.swap = vmm, and the pool is not available on the GPU.
         """
         self._update = config.update
-        self._stays = stays
-        self._moves = config.memory.swap != "off" and device.type == "cuda"
+        self._always_resident = always_resident
         self._pool = choose_pool(config.memory.swap, device)
+        self._is_swapping = self._pool is not None or (config.memory.swap != "off" and device.type == "cuda")
 
     def reserve_host(self, num_bytes: int) -> None:
-        """Begin to pin the host's side of all tenants of the pool, if there is one.
+        """Start to pin the host memory of all tenants of the pool, while the engine starts and models load.
 
-        PyTorch takes 2.0 s for 4 GiB beside an H100; done while the engine starts and models load, it is hidden. A
-        further run of this process takes what the first has reserved.
+        Later runs of this process use the memory that the first run has reserved.
         """
         if self._pool and num_bytes and not self._pool.reserve.num_bytes:
             self._pool.reserve_host(num_bytes)
 
     def is_offloaded(self, name: str) -> bool:
-        """Return whether DeepSpeed's own offload moves the optimizer states of `actor` or `critic`."""
-        return self._pool is None and self._are_moved(name)
+        """Return whether DeepSpeed's offload moves the optimizer of `actor` or `critic`."""
+        return self._pool is None and self._is_optimizer_moved(name)
 
-    def _are_moved(self, name: str) -> bool:
-        is_here = getattr(self._update, name).kind == "adamw"  # the others are on the host already
-        return self._moves and is_here and f"{name}_optimizer" not in self._stays
+    def _is_optimizer_moved(self, name: str) -> bool:
+        is_on_device = getattr(self._update, name).kind == "adamw"  # other optimizers work on the host
+        return self._is_swapping and is_on_device and f"{name}_optimizer" not in self._always_resident
 
     def optimizer(self, name: str, trainer: TrainEngine) -> Tenant:
-        """Return the tenant of an engine's optimizer states and gradients; `name` is actor or critic."""
-        if not self._are_moved(name):
+        """Return the tenant of the optimizer and gradients of `actor` or `critic`."""
+        if not self._is_optimizer_moved(name):
             return Resident()
         if self._pool is None:
             return OptimizerTenant(trainer)
-        states, gradients = trainer.optimizer_tensors(), trainer.gradient_buffers()
-        return PooledTenant(self._pool, f"{name}_optimizer", states, scratch=gradients)
+        kept, gradients = trainer.optimizer_tensors(), trainer.gradient_buffers()
+        return PooledTenant(self._pool, f"{name}_optimizer", kept, scratch=gradients)
 
     def parameters(self, name: str, trainer: TrainEngine, *, is_aliased: bool) -> Tenant:
-        """Return the tenant of the weights that an engine computes with; those that another process sees stay."""
-        if self._pool is None or is_aliased or f"{name}_parameters" in self._stays:
-            return Resident()  # DeepSpeed cannot bring weights back without the optimizer's states
+        """Return the tenant of the weights of `actor` or `critic`; weights that an engine aliases are resident."""
+        if self._pool is None or is_aliased or f"{name}_parameters" in self._always_resident:
+            return Resident()  # without a pool: DeepSpeed cannot reload weights without the optimizer
         weights = trainer.weight_tensors()
         return PooledTenant(self._pool, f"{name}_parameters", weights, before_release=trainer.drop_gathered)
 
     def frozen(self, name: str, module: nn.Module) -> FrozenModule | PooledModule | None:
-        """Return the tenant of a model that is never trained; None if it stays."""
-        if name in self._stays:
+        """Return the tenant of a model that is not trained; None if it is always resident."""
+        if name in self._always_resident:
             return None
         if self._pool is not None:
             return PooledModule(self._pool, name, module)
-        return FrozenModule(module) if self._moves else None
+        return FrozenModule(module) if self._is_swapping else None
 
 
 class EngineTenant:
-    """The `weights` or the `kv_cache` of a rollout engine; dropped on release, and empty after a restore."""
+    """The `weights` or the `kv_cache` of a rollout engine, whose contents a release drops."""
 
     def __init__(self, engine: RolloutEngine, tag: str, *, filled_in: Phase | None) -> None:
+        """Take a mapped tag of an engine; filled_in: see Tenant."""
         self.is_resident = True
         self.filled_in = filled_in
         self._engine = engine
         self._tag = tag
 
     def release(self) -> int:
-        """Let the engine unmap it."""
+        """Unmap the memory of the tag; see Tenant."""
         self._engine.unmap(self._tag)
         self.is_resident = False
         return 0
 
     def restore(self) -> int:
-        """Let the engine map it again."""
+        """Map the memory of the tag again; see Tenant."""
         self._engine.map(self._tag)
         self.is_resident = True
         return 0
 
 
 class OptimizerTenant:
-    """The optimizer states and gradients of one engine, as a tenant of the GPU."""
+    """The optimizer and gradients of a training engine, which DeepSpeed's offload moves to the host."""
 
     filled_in = None
 
@@ -97,13 +100,13 @@ class OptimizerTenant:
         self._engine = engine
 
     def release(self) -> int:
-        """Move to the host."""
+        """Move the tensors to the host; see Tenant."""
         self._engine.offload()
         self.is_resident = False
         return self._engine.optimizer_bytes()
 
     def restore(self) -> int:
-        """Move to the device."""
+        """Move the tensors to the device; see Tenant."""
         self._engine.reload()
         self.is_resident = True
         return self._engine.optimizer_bytes()

@@ -1,1 +1,1 @@
-"""Weight sync: the trainer's parameters, their layout, their way into the rollout engine, and its verification."""
+"""Weight sync: layout of the trainer's parameters, their copies or aliases in the rollout engine, verification."""

@@ -1,4 +1,4 @@
-"""The buffer of sync.mode = alias: it holds the trainer's weights, and the engine's parameters are views of it."""
+"""The buffer of sync.mode = alias, which holds the trainer's weights; the engine's parameters are views of it."""
 
 from collections.abc import Sequence
 
@@ -11,16 +11,21 @@ from hybrid_rl.weights.layout import alias_bytes, alias_slots
 
 
 class AliasBuffer:
-    """The parameters of a model, moved into one buffer that another process may open."""
+    """The parameters of a model in one buffer, which another process can open."""
 
     @torch.no_grad()
     def __init__(self, model: nn.Module, world: World) -> None:
-        """Move the parameters of a Hugging Face model, all of one dtype, into the buffer; tied ones once."""
+        """Move the parameters of a Hugging Face model into the buffer.
+
+        Args:
+            model: its parameters have one dtype; tied parameters are stored once.
+            world: all ranks, for which DeepSpeed aligns its parameter groups.
+        """
         self._parameters = dict(model.named_parameters())
         shapes = [(name, tuple(p.shape), p.dtype) for name, p in self._parameters.items()]
         self.slots = alias_slots(shapes, num_ranks=world.size)
         self._bucket = IpcBucket(alias_bytes(self.slots, num_ranks=world.size), world.device)
-        self._bucket.tensor.zero_()  # DeepSpeed's room for alignment takes part in its steps
+        self._bucket.tensor.zero_()  # DeepSpeed's alignment padding takes part in optimizer steps
         for slot in self.slots:
             view = slot.view(self._bucket.tensor)
             view.copy_(self._parameters[slot.name])
@@ -31,23 +36,23 @@ class AliasBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the buffer."""
+        """Size of the buffer in bytes."""
         return self._bucket.tensor.nbytes
 
     def ordered(self) -> list[nn.Parameter]:
-        """Return the parameters as they lie."""
+        """Return the parameters in the order of the buffer."""
         return [self._parameters[slot.name] for slot in self.slots]
 
     def export(self) -> AliasedWeights:
-        """Return what one engine needs to open the buffer; on a GPU each result may be opened once."""
+        """Return the handle and the layout for one engine; on a GPU each result can be opened once."""
         return AliasedWeights(handle=self._bucket.handle(), slots=self.slots)
 
     def unlink(self) -> None:
-        """Remove the buffer's name once everyone has opened it, see IpcBucket."""
+        """Remove the buffer's name once every process has opened it; see IpcBucket.unlink."""
         self._bucket.unlink()
 
     def moved(self) -> list[str]:
-        """Return the names of the parameters that somebody moved elsewhere, and so parted from the engine."""
+        """Return the names of the parameters that are no longer in the buffer and that the engine does not follow."""
         base = self._bucket.tensor.data_ptr()
         return [s.name for s in self.slots if self._parameters[s.name].data_ptr() != base + s.offset]
 
@@ -56,12 +61,12 @@ class AliasBuffer:
         return 0 <= tensor.data_ptr() - self._bucket.tensor.data_ptr() < self.num_bytes
 
     def flat_view(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return adjacent tensors of the buffer as one flat tensor, which shares their memory.
+        """Return adjacent tensors of the buffer as one 1-D tensor of the same memory.
 
-        The last tensor may lie elsewhere if it is padding: the buffer has room for the padding behind each group.
+        The last tensor may lie elsewhere if it is padding: the buffer has room for padding after each group.
 
         Raises:
-            RuntimeError: the tensors are not adjacent, so that DeepSpeed would step on other memory than the engine's.
+            RuntimeError: the tensors are not adjacent; DeepSpeed would step on memory that the engine does not see.
         """
         first = tensors[0].data_ptr() - self._bucket.tensor.data_ptr()
         end = first

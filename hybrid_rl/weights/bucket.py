@@ -1,4 +1,4 @@
-"""The staging buffer that two processes share, and the checksum that both compute over what passed through it."""
+"""Buckets: buffers through which weights pass from the trainer's process to the engine's, and their plans."""
 
 import atexit
 import inspect
@@ -14,54 +14,59 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-_ALIGNMENT_BYTES = 256  # of a CUDA allocation, so that every tensor in the bucket can be viewed in its own dtype
-_LARGE_BYTES = 4 << 20  # of a tensor that is worth a copy of its own, see copy_tensors
+_ALIGNMENT_BYTES = 256  # alignment of CUDA allocations; any dtype can be viewed at a multiple of it
+_LARGE_BYTES = 4 << 20  # tensors from this size on are copied one by one; see copy_tensors
 
-_LOCAL: "weakref.WeakValueDictionary[int, Tensor]" = weakref.WeakValueDictionary()
+_LOCAL_BUCKETS: "weakref.WeakValueDictionary[int, Tensor]" = weakref.WeakValueDictionary()
+"""Buckets of this process by id, for handles that this process opens itself, which CUDA refuses."""
 _EXPORTED: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
+"""Memory whose CUDA handle was given away."""
 
 
 @atexit.register
 def _free_exported() -> None:
-    """Free what was exported and still lives: torch ends before it, and would warn that others have it open."""
+    """Free exported memory before torch is torn down, which would warn that other processes have it open."""
     for storage in list(_EXPORTED):
         storage.resize_(0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """Where one named tensor lies in a bucket."""
+    """The place of one named tensor in a bucket."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int
-    """In bytes."""
+    """Bytes from the start of the bucket."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor, without alignment."""
+        """Bytes of the tensor, without padding."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def view(self, bucket: Tensor) -> Tensor:
-        """Return this slot of the uint8 bucket as a tensor of its shape and dtype, sharing memory."""
+        """Return the slot of a uint8 bucket as a view with the shape and dtype of the tensor."""
         return bucket[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
 def plan_buckets(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]], max_bytes: int) -> list[list[Slot]]:
-    """Return the tensors, in order, laid into as few buckets of at most max_bytes as that order allows.
+    """Return the slots of the tensors, in order, in as few buckets of at most max_bytes as that order allows.
 
     A tensor larger than max_bytes gets a bucket of its own.
 
+    Args:
+        tensors: name, shape and dtype of each tensor.
+
     Raises:
-        ValueError: a tensor is empty, as an ungathered ZeRO-3 parameter is, or a name appears twice.
+        ValueError: a tensor is empty, like a ZeRO-3 parameter that is not gathered, or a name appears twice.
     """
     buckets: list[list[Slot]] = []
     used, names = 0, set()
     for name, shape, dtype in tensors:
         slot = Slot(name=name, shape=tuple(shape), dtype=dtype, offset=used)
         if slot.nbytes == 0:
-            raise ValueError(f"tensor {name} has shape {tuple(shape)}: nothing to hand over (an ungathered shard?)")
+            raise ValueError(f"tensor {name} has shape {tuple(shape)}: no elements (a ZeRO-3 shard, not gathered?)")
         if name in names:
             raise ValueError(f"tensor {name} appears twice")
         names.add(name)
@@ -78,11 +83,12 @@ def _aligned(num_bytes: int) -> int:
 
 
 def plan_halves(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]], num_bytes: int) -> list[list[Slot]]:
-    """Return buckets that lie in a buffer's two halves by turns: one is filled while another is copied out of.
+    """Return buckets that alternate between two halves of one buffer, so that one is filled while one is copied from.
 
     Args:
-        num_bytes: of the buffer; a tensor larger than half of it makes the first half larger, and only where such
-            tensors outnumber the other buckets the second half, too.
+        tensors: name, shape and dtype of each tensor.
+        num_bytes: size of the buffer. A tensor larger than half of it enlarges the first half; it enlarges the second
+            half too if there are more such tensors than other buckets.
 
     Raises:
         ValueError: see plan_buckets.
@@ -106,10 +112,10 @@ def bucket_bytes(plan: list[list[Slot]]) -> int:
 
 
 def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source to its target: large ones one by one, the others in a few kernels together.
+    """Copy each source to its target: large tensors one by one, small ones together in a few kernels.
 
-    A kernel over many tensors starts a few hundred blocks at a time: on an H200 it took about 3.3 ms for 2.9 GiB, where
-    one copy takes 1.45 (inferred from hand-overs of 7.6 ms). One by one, small tensors would cost a launch each.
+    A kernel over many tensors reaches less than half of the bandwidth of a single copy, while small tensors that are
+    copied one by one cost a launch each.
     """
     small: tuple[list[Tensor], list[Tensor]] = [], []
     for target, source in zip(targets, sources, strict=True):
@@ -123,7 +129,7 @@ def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def _roomy_folder(num_bytes: int) -> str:
-    """Return where a file of that size can be mapped: memory if it has room, a container's may be 64 MiB."""
+    """Return the folder for a mapped file of that size: /dev/shm, which containers limit, or the temporary folder."""
     folders = [folder for folder in ("/dev/shm", tempfile.gettempdir()) if os.access(folder, os.W_OK)]
     for folder in folders:
         if shutil.disk_usage(folder).free > num_bytes:
@@ -133,14 +139,14 @@ def _roomy_folder(num_bytes: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class AliasedWeights:
-    """A bucket that holds all of the trainer's weights, where it works with them: the engine binds its own to it."""
+    """Handle and layout of the buffer that holds the trainer's weights, of which the engine's become views."""
 
     handle: bytes
     slots: list[Slot]
 
 
 class IpcBucket:
-    """A uint8 buffer made here and opened once by another process: CUDA IPC on a GPU, a mapped file on a CPU."""
+    """A uint8 buffer that another process can open: through CUDA IPC on a GPU, as a mapped file on a CPU."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._path: str | None = None
@@ -152,61 +158,64 @@ class IpcBucket:
             self.tensor = torch.from_file(self._path, shared=True, size=num_bytes, dtype=torch.uint8)
 
     def handle(self) -> bytes:
-        """Return what open_ipc_bucket needs; on a GPU a handle may be opened once, since torch counts opens."""
+        """Return the argument of open_ipc_bucket; on a GPU it can be opened once, because torch counts opens."""
         if self._path is not None:
             return pickle.dumps((self._path, len(self.tensor)))
         from torch.multiprocessing.reductions import reduce_tensor
 
-        _LOCAL[id(self.tensor)] = self.tensor
+        _LOCAL_BUCKETS[id(self.tensor)] = self.tensor
         _EXPORTED.add(self.tensor.untyped_storage())
         _, arguments = reduce_tensor(self.tensor)
         return pickle.dumps((os.getpid(), id(self.tensor), arguments))
 
     def unlink(self) -> None:
-        """Remove the file's name once everyone has opened it; the memory lives as long as its mappings."""
+        """Remove the file's name once every process has opened it; the memory lives as long as its mappings."""
         if self._path is not None:
             os.unlink(self._path)
             self._path = None
 
 
 def device_key(device: torch.device, worker: int) -> str:
-    """Return what names the memory of an engine's worker in every process: its GPU's UUID.
+    """Return a name of the device of an engine worker that is the same in every process: the UUID of its GPU.
 
-    A CPU has one memory for all, so there the worker's number stands for a GPU.
+    Args:
+        worker: number of the worker in its engine, which stands for the device on a CPU.
     """
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else f"cpu {worker}"
 
 
 def joint_handle(handles: Mapping[str, bytes]) -> bytes:
-    """Return one handle for several buckets, each at its place, of which open_ipc_bucket opens that of the caller's."""
+    """Return one handle for several buckets, by device_key; open_ipc_bucket opens the bucket of the caller's device."""
     return pickle.dumps(dict(handles))
 
 
 def open_ipc_bucket(handle: bytes, device: torch.device, *, worker: int = 0) -> Tensor:
-    """Return another process's bucket, mapped here; device is this process's name for the GPU it lies on.
+    """Return another process's bucket, mapped into this process.
 
     Args:
-        worker: number of this worker in its engine, see place_of.
+        handle: result of IpcBucket.handle or joint_handle.
+        device: this process's name for the GPU that holds the bucket.
+        worker: number of this worker in its engine; see device_key.
 
     Raises:
-        RuntimeError: a joint handle has no bucket at the caller's place.
+        RuntimeError: a joint handle has no bucket on the caller's device.
     """
     arguments = pickle.loads(handle)
     if isinstance(arguments, dict):
-        place = device_key(device, worker)
-        if place not in arguments:
-            raise RuntimeError(f"no bucket for engine worker {worker} on {place}, only on {', '.join(arguments)}")
-        return open_ipc_bucket(arguments[place], device)
+        key = device_key(device, worker)
+        if key not in arguments:
+            raise RuntimeError(f"no bucket for engine worker {worker} on {key}, only on {', '.join(arguments)}")
+        return open_ipc_bucket(arguments[key], device)
     if device.type == "cpu":
         path, num_bytes = arguments
         return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    pid, key, arguments = arguments
-    if pid == os.getpid():  # CUDA refuses to open a handle in the process that made it
-        return _LOCAL[key]
-    # The two processes may number their GPUs differently, so the device in the handle is replaced by ours.
-    slot = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
+    pid, local_id, arguments = arguments
+    if pid == os.getpid():
+        return _LOCAL_BUCKETS[local_id]
+    # Two processes may number their GPUs differently, so this process's number replaces the one in the handle.
+    position = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
     arguments = list(arguments)
-    arguments[slot] = torch.device(device).index or 0
+    arguments[position] = torch.device(device).index or 0
     return rebuild_cuda_tensor(*arguments)

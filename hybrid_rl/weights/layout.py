@@ -1,8 +1,8 @@
-"""Where each weight of the trainer lies in one buffer, so that an engine's fused weights are parts of it as they are.
+"""Layout of the alias buffer, in which each parameter of the engine, fused ones included, is one contiguous part.
 
-Two sides decide. DeepSpeed wants each group of its optimizer in one piece, with zeros for alignment only behind it; the
-engine wants the rows of q, k and v, and of gate and up, one behind the other. Both hold when each group is laid down in
-the order of the model, and what the engine fuses is drawn together.
+DeepSpeed requires that each parameter group of the optimizer is contiguous, with zero padding only at its end. The
+engine requires that the rows of q, k and v follow each other, and the rows of gate and up. The layout meets both: each
+group has the order of the model, except that the weights which the engine fuses are adjacent.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,16 +12,16 @@ from hybrid_rl.weights.bucket import Slot
 from hybrid_rl.weights.protocols import NamedShape
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that vLLM computes as one, in the order of their rows; weights, and biases where there are some."""
+"""Layers whose weights and biases vLLM fuses into one parameter, in the order of their rows."""
 KNOWN = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-"""Architectures tried with vLLM: all that it does with a checkpoint's tensor is to copy it into its rows."""
-_VECTOR_BYTES = 16  # what the engine's kernels load at once
+"""Architectures tested with vLLM, which only copies each checkpoint tensor into its rows of a parameter."""
+_VECTOR_BYTES = 16  # size of a vector load of the engine's kernels
 _BUFFER_ALIGNMENT = 256
-_VOCABULARY_ROWS = 64  # vLLM rounds the rows of embedding and head up to a multiple of it
+_VOCABULARY_ROWS = 64  # vLLM rounds the number of rows of embedding and head up to a multiple
 
 
 def engine_order(names: Iterable[str]) -> list[str]:
-    """Return the names with what the engine fuses drawn together, at the place of the first of them."""
+    """Return the names in order, except that fused ones follow the first of them."""
     present = dict.fromkeys(names)
     ordered: dict[str, None] = {}
     for name in present:
@@ -30,7 +30,7 @@ def engine_order(names: Iterable[str]) -> list[str]:
 
 
 def _fused_with(name: str) -> list[str]:
-    """Return the names that the engine fuses with it, itself included; `a.k_proj.bias` gives three."""
+    """Return the names that the engine fuses with a name, including it; three for `a.k_proj.bias`."""
     owner, _, leaf = name.rpartition(".")
     owner, _, layer = owner.rpartition(".")
     for layers in FUSED:
@@ -40,10 +40,10 @@ def _fused_with(name: str) -> list[str]:
 
 
 def alias_slots(tensors: Sequence[NamedShape], *, num_ranks: int) -> list[Slot]:
-    """Return where each tensor lies: first those that weight decay shrinks (two dimensions and more), then the others.
+    """Return the slots of the buffer: first the tensors with weight decay (two or more dimensions), then the others.
 
-    Inside a group one begins where the one before ends. Behind a group there is room for what DeepSpeed aligns it to,
-    two elements a rank.
+    Within a group each tensor begins where the previous one ends. After a group there is room for DeepSpeed's
+    alignment padding, at most two elements per rank.
     """
     shapes = {name: (shape, dtype) for name, shape, dtype in tensors}
     matrices = [name for name, shape, _ in tensors if len(shape) >= 2]
@@ -58,10 +58,10 @@ def alias_slots(tensors: Sequence[NamedShape], *, num_ranks: int) -> list[Slot]:
 
 
 def alias_bytes(slots: Sequence[Slot], *, num_ranks: int) -> int:
-    """Return the size of the buffer: all groups with their room, and every matrix with its rows rounded up to 64.
+    """Return the size of the buffer: all groups with their padding, and every matrix with its rows rounded up to 64.
 
-    The engine's embedding has such rows. They lie over whatever comes next, for nobody reads them: no id is that high,
-    and the logits of the head's are cut off.
+    The engine's embedding and head have such additional rows, which overlap the next tensors. No token id refers to
+    them, and the engine cuts their logits off.
     """
     end = max(slot.offset + slot.nbytes for slot in slots) + 2 * num_ranks * slots[0].dtype.itemsize
     for slot in slots:
@@ -76,25 +76,25 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def why_not_alias(config: Config, *, architecture: str, tensors: Sequence[NamedShape]) -> str | None:
-    """Return the rule that forbids the engine to use the trainer's weights where they lie, or None.
+    """Return the reason why the engine cannot alias the trainer's weights, with its remedy; None if it can.
 
     Args:
-        architecture: name of the actor's class.
-        tensors: of the actor, as the trainer names them.
+        architecture: class name of the actor's Hugging Face model.
+        tensors: name, shape and dtype of the actor's parameters.
     """
     size = config.rollout.tensor_parallel_size
     if size > 1:
-        return f"rollout.tensor_parallel_size = {size} cuts the engine's weights up, and the trainer's are whole; use 1"
+        return f"rollout.tensor_parallel_size = {size} shards the engine's weights, the trainer's are unsharded; use 1"
     size = config.update.tensor_parallel_size
     if size > 1:
-        return f"update.tensor_parallel_size = {size} cuts the trainer's weights up, and the engine's are whole; use 1"
+        return f"update.tensor_parallel_size = {size} shards the trainer's weights, the engine's are unsharded; use 1"
     if config.update.zero_stage == 3:
-        return "update.zero_stage = 3 cuts the trainer's weights up; use 0 to 2"
+        return "update.zero_stage = 3 shards the trainer's weights, the engine's are unsharded; use 0 to 2"
     if config.models.lora.rank:
-        return f"models.lora.rank = {config.models.lora.rank}: the engine gets merged weights, which nobody else has"
+        return f"models.lora.rank = {config.models.lora.rank}: the trainer has no merged weights to alias; use 0"
     if architecture not in KNOWN:
-        return f"{architecture} is not one of {', '.join(sorted(KNOWN))}: its layout in the engine is not known"
+        return f"{architecture} is not one of {', '.join(sorted(KNOWN))}: its layout in the engine is unknown; use copy"
     odd = [slot for slot in alias_slots(tensors, num_ranks=1) if slot.offset % _VECTOR_BYTES]
     if odd:
-        return f"{odd[0].name} would begin at byte {odd[0].offset}, no multiple of {_VECTOR_BYTES}"
+        return f"{odd[0].name} would begin at byte {odd[0].offset}, not a multiple of {_VECTOR_BYTES}; use copy"
     return None

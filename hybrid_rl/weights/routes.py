@@ -1,4 +1,4 @@
-"""Where each tensor of the trainer lies in an engine's parameters, learned by watching the engine load it once."""
+"""Routes from the trainer's tensors into an engine's parameters, recorded while the engine loads each tensor once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,36 +15,36 @@ from hybrid_rl.weights.protocols import TensorSlice
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """A part of one trainer tensor, and the part of the engine's parameter that holds it."""
+    """A slice of a trainer tensor, and the slice of the engine's parameter that holds it."""
 
     owner: nn.Module
     leaf: str
-    """Name of the parameter in its module, which may come to hold another tensor."""
+    """Name of the parameter in its module; looked up at each use, because the module may replace the tensor."""
     target: TensorSlice
     source: TensorSlice
 
     def view(self) -> Tensor:
-        """Return the part of the parameter as the engine computes with it now."""
+        """Return the slice of the parameter that the engine computes with at the moment."""
         held = getattr(self.owner, self.leaf).detach()
         size, stride, offset = self.target
         return held.as_strided(size, stride, held.storage_offset() + offset)
 
 
 class CopyRecorder(TorchDispatchMode):
-    """Notes every copy_ that reads from one storage, as (destination, source).
+    """Records every copy_ that reads from one storage, as (destination, source).
 
-    A vLLM model knows where a checkpoint tensor belongs (which rows of a fused projection, which shard) only as code in
-    its load_weights. Watching that code once gives the destinations as plain views; later hand-overs need no vLLM code.
+    A vLLM model knows the place of a checkpoint tensor (rows of a fused projection, shard) only as code in its
+    load_weights. Recording that code once gives the destinations as views, with which later weight syncs do without it.
     """
 
     def __init__(self, bucket: Tensor, *, copies: bool) -> None:
-        """Watch copies out of the bucket; copies: whether they are made, too."""
+        """Record copies out of the bucket; copies: whether they are executed too."""
         super().__init__()
         self._bucket_address = bucket.untyped_storage().data_ptr()
         self._copies = copies
         self.seen: list[tuple[Tensor, Tensor]] = []
         self.num_foreign = 0
-        """Copies whose source was computed from the slot, not read from it: these cannot be replayed."""
+        """Number of copies whose source was computed from the slot; these cannot be repeated."""
         self._rearranged: dict[int, tuple[Tensor, Tensor]] = {}  # address -> (clone, what was cloned)
 
     def __torch_dispatch__(
@@ -67,10 +67,11 @@ class CopyRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _origin(self, destination: Tensor, source: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return a copy as one out of the bucket; None if it is none.
+        """Return a copy as (destination, view of the bucket); None if its source is not from the bucket.
 
-        A rearranged tensor is a strided view of the bucket, cloned, and reshaped: BLOOM's query_key_value, whose heads
-        vLLM sorts. A copy of whole entries of the clone's first dimension is one of entries of the view.
+        A model may rearrange a tensor: it clones a strided view of the bucket and reshapes the clone, as vLLM does with
+        BLOOM's query_key_value. A copy of whole entries of the clone's first dimension equals a copy of such entries of
+        the view.
         """
         if source.dtype != destination.dtype:
             return None
@@ -89,36 +90,36 @@ class CopyRecorder(TorchDispatchMode):
 
 
 class Routes:
-    """The way from the slots of a bucket into the parameters of a model that has load_weights, as vLLM's have."""
+    """Routes of all slots of a bucket into the parameters of a model that has load_weights, as vLLM's models do."""
 
     def __init__(self, model: Any, bucket: Tensor) -> None:
         self._model = model
         self._bucket = bucket
         self._routes: dict[str, list[Route]] = {}
         self._slots: dict[str, Slot] = {}
-        self._homes: dict[int, tuple[nn.Module, str]] = {}
+        self._owners: dict[int, tuple[nn.Module, str]] = {}
         for module in model.modules():
             for leaf, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-                self._homes.setdefault(tensor.untyped_storage().data_ptr(), (module, leaf))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._routes
+                self._owners.setdefault(tensor.untyped_storage().data_ptr(), (module, leaf))
 
     def record(self, slot: Slot, *, copies: bool) -> None:
-        """Let the model load one slot and keep where it went; copies: whether the values go there, too.
+        """Let the model load one slot, and record its routes.
+
+        Args:
+            copies: whether the values are copied too.
 
         Raises:
-            RuntimeError: the model takes it nowhere, or computes something from it; by name.
+            RuntimeError: the model does not load the tensor, or computes its parameters from it; by name.
         """
         try:
             with CopyRecorder(self._bucket, copies=copies) as recorder:
                 self._model.load_weights([(slot.name, slot.view(self._bucket))])
         except Exception as error:
-            raise RuntimeError(f"{slot.name}: the engine's model does not take it, {error}") from error
+            raise RuntimeError(f"{slot.name}: the engine's model cannot load it, {error}") from error
         if recorder.num_foreign:
             raise RuntimeError(
                 f"{slot.name}: this vLLM model transforms it while loading ({recorder.num_foreign} computed copies), "
-                "so it cannot be handed over in place; use rollout.engine = hf for this architecture"
+                "so it cannot be synchronized in place; use rollout.engine = hf for this architecture"
             )
         if not recorder.seen:
             raise RuntimeError(f"no engine parameter takes these trainer tensors: {slot.name}")
@@ -126,10 +127,10 @@ class Routes:
         self._routes[slot.name] = [self._route(slot, *pair) for pair in recorder.seen]
 
     def _route(self, slot: Slot, destination: Tensor, source: Tensor) -> Route:
-        home = self._homes.get(destination.untyped_storage().data_ptr())
-        if home is None:
-            raise RuntimeError(f"{slot.name}: this vLLM model loads it into memory of no parameter")
-        owner, leaf = home
+        found = self._owners.get(destination.untyped_storage().data_ptr())
+        if found is None:
+            raise RuntimeError(f"{slot.name}: this vLLM model loads it into memory outside of its parameters")
+        owner, leaf = found
         first = getattr(owner, leaf).storage_offset()
         start = slot.offset // slot.dtype.itemsize
         return Route(
@@ -140,7 +141,7 @@ class Routes:
         )
 
     def pairs(self, name: str) -> list[tuple[Tensor, Tensor]]:
-        """Return the recorded copies of a tensor as views: where to, where from."""
+        """Return the recorded copies of a tensor as views (destination, source)."""
         slot = self._slots[name]
         flat = slot.view(self._bucket).flatten()
         return [
@@ -149,7 +150,7 @@ class Routes:
         ]
 
     def checksums(self, names: Sequence[str]) -> dict[str, list[tuple[TensorSlice, int]]]:
-        """Return, per tensor, the checksum of each region of it in what the model computes with now."""
+        """Return, per tensor, the checksum of each slice, read from the parameters that the model computes with."""
         routes = [(name, route) for name in names for route in self._routes[name]]
         held: dict[str, list[tuple[TensorSlice, int]]] = {name: [] for name in names}
         sums = checksums([route.view() for _, route in routes]).tolist()
@@ -158,10 +159,10 @@ class Routes:
         return held
 
     def check_complete(self) -> None:
-        """Check that every element of every parameter is filled, except rows that pad a vocabulary.
+        """Check that every element of every parameter has a route, except the padding rows of a vocabulary.
 
         Raises:
-            RuntimeError: one is not; by name.
+            RuntimeError: an element of a parameter has none; by name.
         """
         written: dict[int, int] = {}
         for route in self._all():
@@ -177,10 +178,10 @@ class Routes:
                 )
 
     def alias(self) -> None:
-        """Make every parameter a view of the bucket: what the trainer writes there, the model then computes with.
+        """Make every parameter a view of the bucket, so that the model computes with the trainer's values.
 
         Raises:
-            RuntimeError: the tensors of a parameter do not lie in the bucket as they do in the parameter; by name.
+            RuntimeError: the tensors of a parameter have another layout in the bucket than in the parameter; by name.
         """
         self.check_complete()
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
@@ -199,20 +200,20 @@ class Routes:
         for name, parameter in self._model.named_parameters():
             flat, place = self._bucket.view(parameter.dtype), places[id(parameter)]
             if place + parameter.numel() > len(flat):
-                raise RuntimeError(f"engine parameter {name} would end behind the trainer's buffer")
+                raise RuntimeError(f"engine parameter {name} would end after the end of the trainer's buffer")
             parameter.data = flat.as_strided(parameter.shape, parameter.stride(), place)
 
     def close(self) -> None:
-        """Let go of the bucket; the model computes with nothing after that."""
+        """Drop every reference to the bucket; the parameters are empty afterwards."""
         for parameter in self._model.parameters():
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         self._bucket = torch.empty(0, dtype=torch.uint8)
-        self._routes, self._slots, self._homes = {}, {}, {}
+        self._routes, self._slots, self._owners = {}, {}, {}
 
     def _all(self) -> list[Route]:
         return [route for routes in self._routes.values() for route in routes]
 
 
-def _strides(region: TensorSlice) -> list[tuple[int, int]]:
-    """Return size and stride of the dimensions that have any extent."""
-    return [(size, stride) for size, stride in zip(*region[:2], strict=True) if size != 1]
+def _strides(tensor_slice: TensorSlice) -> list[tuple[int, int]]:
+    """Return size and stride of the dimensions whose size is not 1."""
+    return [(size, stride) for size, stride in zip(*tensor_slice[:2], strict=True) if size != 1]

@@ -1,6 +1,5 @@
-"""Hand-over of the trainer's weights to the rollout engine, and the proof that it worked."""
+"""Weight sync: the rollout engine gets the trainer's current weights, by copy or by alias, and they are verified."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,105 +8,40 @@ import torch
 from hybrid_rl.config import SyncConfig
 from hybrid_rl.monitoring.timeline import Timeline
 from hybrid_rl.weights.alias import AliasBuffer
-from hybrid_rl.weights.bucket import IpcBucket, bucket_bytes, copy_tensors, plan_buckets, plan_halves
-from hybrid_rl.weights.checksum import checksums
+from hybrid_rl.weights.bucket import IpcBucket, bucket_bytes, copy_tensors, plan_halves
 from hybrid_rl.weights.protocols import WeightReceiver, WeightSource
-
-
-class SyncError(RuntimeError):
-    """The engine does not hold the trainer's weights."""
+from hybrid_rl.weights.verify import SyncError, Verifier
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncReport:
-    """What one hand-over did."""
+    """What one weight sync did."""
 
     version: int
+    """weights_version of the engine after it."""
     num_bytes: int
-    """Bytes that were copied; 0 where the engine shares the weights."""
+    """Bytes that were copied; 0 where the engine aliases the weights."""
     num_verified: int
-    """Tensors whose checksums were compared."""
+    """Number of tensors whose checksums were compared."""
 
     def metrics(self) -> dict[str, float]:
-        """Return it as a step's metrics."""
+        """Return the report as metrics of a step."""
         return {"sync/version": self.version, "sync/bytes": self.num_bytes, "sync/num_verified": self.num_verified}
 
 
 class WeightSync(Protocol):
-    """A way to make the engine run the trainer's current weights."""
+    """A way to make the engine compute with the trainer's current weights."""
 
     def sync(self) -> SyncReport:
-        """Hand over, prove it, and say what was done."""
+        """Synchronize the weights, verify them and report."""
         ...
 
 
-class Verifier:
-    """Compares checksums of trainer and engine: of all tensors at first, then of a few, so that each has its turn."""
-
-    def __init__(self, trainer: WeightSource, engine: WeightReceiver, config: SyncConfig) -> None:
-        self._trainer = trainer
-        self._engine = engine
-        plan = plan_buckets(trainer.named_shapes(), config.bucket_bytes // 2)
-        # Gathered together under ZeRO-3: as much at once as by a copy.
-        self._groups = [[slot.name for slot in bucket] for bucket in plan]
-        self._names = [name for group in self._groups for name in group]
-        self._num_verified = config.num_verified
-        self._next = 0
-
-    def check(self, version: int) -> int:
-        """Compare after the hand-over that follows the version-th, and return how many tensors were compared.
-
-        A collective under ZeRO-3.
-
-        Raises:
-            SyncError: a tensor differs between trainer and engine, or is not finite, by name; the engine miscounts.
-        """
-        names = self._names if version == 0 else self._rotation()
-        if names:
-            workers = self._engine.checksums(names)
-            for group in self._groups:
-                self._compare([name for name in group if name in names], workers)
-        if self._engine.weights_version != version + 1:
-            raise SyncError(f"engine counts hand-over {self._engine.weights_version}, expected {version + 1}")
-        return len(names)
-
-    def _rotation(self) -> list[str]:
-        """Return the next few names, so that every tensor is checked again and again."""
-        count = min(self._num_verified, len(self._names))
-        picked = [self._names[(self._next + i) % len(self._names)] for i in range(count)]
-        self._next = (self._next + count) % len(self._names)
-        return picked
-
-    def _compare(self, names: Sequence[str], workers: Sequence[dict[str, list]]) -> None:
-        """Compare both sides, region by region as each engine worker holds them; one transfer from the device."""
-        if not names:
-            return
-        regions = [
-            (name, worker, region, theirs)
-            for name in names
-            for worker, held in enumerate(workers)
-            for region, theirs in held[name]
-        ]
-        with self._trainer.gathered(names) as tensors:
-            whole = {name: tensor.contiguous().flatten() for name, tensor in tensors.items()}
-            views = [
-                whole[name].as_strided(size, stride, whole[name].storage_offset() + offset)
-                for name, _, (size, stride, offset), _ in regions
-            ]
-            extremes = torch.stack(
-                [torch.stack(flat.aminmax()) for flat in whole.values()]
-            )  # [names, 2], without copies
-            found = torch.cat([extremes.isfinite().all(1).long(), checksums(views)]).tolist()
-        for name, finite in zip(names, found, strict=False):
-            if not finite:
-                raise SyncError(f"trainer tensor {name} holds NaN or infinity")
-        for (name, worker, _, theirs), ours in zip(regions, found[len(names) :], strict=True):
-            if ours != theirs:
-                raise SyncError(f"tensor {name} differs between trainer and engine worker {worker} after the hand-over")
-
-
 class CopySync:
-    """Through one buffer that the engine opened once: one half is filled while the engine copies out of the other."""
+    """Copies all weights through one buffer that the engine opens once.
+
+    The trainer fills one half of the buffer while the engine copies from the other.
+    """
 
     def __init__(
         self,
@@ -117,6 +51,7 @@ class CopySync:
         device: torch.device,
         timeline: Timeline,
     ) -> None:
+        """Allocate the buffer on the trainer's device and let the engine open it."""
         self._trainer = trainer
         self._engine = engine
         self._device = device
@@ -125,15 +60,16 @@ class CopySync:
         self._plan = plan_halves(trainer.named_shapes(), config.bucket_bytes)
         self._num_bytes = sum(slot.nbytes for bucket in self._plan for slot in bucket)
         self._bucket = IpcBucket(bucket_bytes(self._plan), device)
-        self._fills = [
+        self.fills = [
             ([slot.name for slot in bucket], [slot.view(self._bucket.tensor) for slot in bucket])
             for bucket in self._plan
         ]
+        """For each bucket the names of its tensors, and the views of the buffer that they are copied to."""
         engine.open_bucket(self._bucket.handle(), self._plan)
         self._bucket.unlink()
 
     def sync(self) -> SyncReport:
-        """Copy every weight, let the engine forget what it cached with older ones, and prove a part of the weights.
+        """Copy all weights, drop what the engine computed with older ones, and verify some or all of them.
 
         A collective under ZeRO-3: all ranks fill the same buckets in the same order.
 
@@ -142,7 +78,7 @@ class CopySync:
         """
         version = self._engine.weights_version
         with self._timeline.span("sync_weights", bytes=self._num_bytes):
-            for index, (names, views) in enumerate(self._fills):
+            for index, (names, views) in enumerate(self.fills):
                 with self._trainer.gathered(names) as tensors:
                     copy_tensors(views, [tensors[name] for name in names])
                 _synchronize(self._device)
@@ -154,7 +90,7 @@ class CopySync:
 
 
 class AliasSync:
-    """Nothing to hand over: the engine computes with the trainer's weights where they lie."""
+    """Copies nothing: the engine's parameters are aliases of the trainer's."""
 
     def __init__(
         self,
@@ -171,20 +107,20 @@ class AliasSync:
         self._device = device
         self._timeline = timeline
         self._verifier = Verifier(trainer, engine, config)
-        self._alias_buffer = alias_buffer
+        self.alias_buffer = alias_buffer
         alias_buffer.unlink()
 
     def sync(self) -> SyncReport:
-        """Wait for the trainer's step, let the engine forget what it cached before it, and prove a part of the weights.
+        """Wait for the optimizer step, drop what the engine computed with older weights, and verify weights.
 
         Raises:
-            SyncError: see Verifier.check; a weight of the trainer has left the buffer, by name.
+            SyncError: see Verifier.check; or a weight of the trainer is no longer in the buffer, by name.
         """
         version = self._engine.weights_version
         with self._timeline.span("sync_weights", bytes=0):
-            moved = self._alias_buffer.moved()
+            moved = self.alias_buffer.moved()
             if moved:
-                raise SyncError(f"trainer tensor {moved[0]} has left the buffer that the engine shares")
+                raise SyncError(f"trainer tensor {moved[0]} has left the buffer that the engine aliases")
             _synchronize(self._device)
             self._engine.finish_sync()
         with self._timeline.span("verify"):
@@ -193,6 +129,6 @@ class AliasSync:
 
 
 def _synchronize(device: torch.device) -> None:
-    """Wait until what the trainer has launched is in memory, where another process reads it."""
+    """Wait until all that the trainer has launched is in memory, where the engine's process reads it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""An engine that computes with the trainer's weights where they lie, beside one that gets copies; faults in both."""
+"""vLLM engines in both modes of weight sync, alias and copy, next to each other, and what each mode reports."""
 
 import dataclasses
 import re
@@ -21,7 +21,8 @@ from hybrid_rl.memory.residency import Phase
 from hybrid_rl.monitoring.timeline import Timeline
 from hybrid_rl.run import Run
 from hybrid_rl.steps.logprobs import LogprobGapError, Packing, token_logprobs
-from hybrid_rl.weights.sync import AliasSync, CopySync, SyncError
+from hybrid_rl.weights.sync import AliasSync, CopySync
+from hybrid_rl.weights.verify import SyncError
 
 CPU = torch.device("cpu")
 VICTIM = "model.layers.1.mlp.up_proj.weight"
@@ -30,12 +31,12 @@ SAMPLED = Sampling(temperature=1.0, max_tokens=12, stop_token_ids=(0,))
 
 @dataclass(kw_only=True)
 class Pair:
-    """A run whose engine shares the weights, after two steps, and an engine that gets copies of the same weights."""
+    """A run after two steps whose engine aliases the weights, and an engine that gets copies of the same weights."""
 
     run: Run
     copy_engine: VllmEngine
     refusal: str
-    """What the sharing engine said before the first hand-over."""
+    """Error of the aliasing engine before the first weight sync."""
     reports: list[Any] = field(default_factory=list)
     copies: CopySync = field(init=False)
 
@@ -47,12 +48,12 @@ class Pair:
         return CopySync(self.run.actor, self.copy_engine, config, CPU, Timeline())
 
     def generate(self, engine: VllmEngine) -> list[Generation]:
-        """Answer one by one: which prompts share a batch depends on the clock, and how they round depends on that."""
+        """Generate one response at a time, because rounding depends on the batch, and the batch on timing."""
         prompts = [prompt.token_ids for prompt in self.run.data.eval_prompts]
         return [engine.generate([ids], SAMPLED, [row])[0] for row, ids in enumerate(prompts)]
 
     def largest_gap(self, generations: list[Generation]) -> float:
-        """Return the largest |log-prob of the engine - of the trainer|."""
+        """Return the largest absolute difference between a log-prob of the engine and of the trainer."""
         rollouts = [
             Rollout(
                 prompt=prompt,
@@ -88,14 +89,14 @@ def pair(
         with pytest.raises(RuntimeError) as refusal:
             run.engine.generate([[5]], SAMPLED, None)
         pair = Pair(run=run, copy_engine=copy_engine, refusal=str(refusal.value))
-        push = run.weight_sync.sync
+        sync = run.weight_sync.sync
 
-        def watched_push() -> Any:
-            pair.reports.append(push())
+        def recorded_sync() -> Any:
+            pair.reports.append(sync())
             return pair.reports[-1]
 
         with pytest.MonkeyPatch.context() as patch, run.recorder:
-            patch.setattr(run.weight_sync, "sync", watched_push)
+            patch.setattr(run.weight_sync, "sync", recorded_sync)
             trainer.loop(run)
         with run.memory.phase(Phase.ROLLOUT):
             pass
@@ -106,23 +107,23 @@ def pair(
 
 @pytest.fixture(params=["alias", "copy"])
 def side(request: pytest.FixtureRequest, pair: Pair) -> Iterator[tuple[Any, VllmEngine]]:
-    """The hand-over and the engine of a mode; afterwards all is as it should be again."""
+    """Weight sync and engine of one mode; afterwards both engines are synchronized and verified again."""
     yield (pair.run.weight_sync, pair.run.engine) if request.param == "alias" else (pair.copies, pair.copy_engine)
     for _ in range(3):  # 20 tensors, 8 at a time
         pair.run.weight_sync.sync()
         pair.copies.sync()
 
 
-def test_a_run_moves_nothing_and_proves_every_tensor(pair: Pair):
+def test_alias_copies_nothing_and_verifies_every_tensor(pair: Pair):
     assert isinstance(pair.run.weight_sync, AliasSync)
     assert [(r.version, r.num_bytes, r.num_verified) for r in pair.reports] == [(1, 0, 20), (2, 0, 8), (3, 0, 8)]
 
 
-def test_nothing_is_generated_before_the_first_proof(pair: Pair):
+def test_generate_is_refused_before_the_first_weight_sync(pair: Pair):
     assert "the engine's weights were dropped or never filled" in pair.refusal
 
 
-def test_engine_follows_the_trainer_without_a_sync_of_bytes(pair: Pair, train_step):
+def test_the_engine_follows_the_trainer_without_copies(pair: Pair, train_step):
     before = pair.generate(pair.run.engine)
     assert pair.largest_gap(before) < 1e-4
     train_step(pair.run.actor)
@@ -132,17 +133,17 @@ def test_engine_follows_the_trainer_without_a_sync_of_bytes(pair: Pair, train_st
     assert pair.largest_gap(after) < 1e-4 and after != before
 
 
-def test_log_probs_are_those_of_copies_bit_for_bit(pair: Pair, train_step):
+def test_alias_and_copy_give_the_same_log_probs_bit_for_bit(pair: Pair, train_step):
     for _ in range(3):
         train_step(pair.run.actor)
         pair.run.weight_sync.sync()
         pair.copies.sync()
-        shared, copied = pair.generate(pair.run.engine), pair.generate(pair.copy_engine)
-        assert shared == copied and sum(len(g.logprobs) for g in shared) > 30
+        aliased, copied = pair.generate(pair.run.engine), pair.generate(pair.copy_engine)
+        assert aliased == copied and sum(len(g.logprobs) for g in aliased) > 30
 
 
-def test_weights_outlive_the_phases_without_the_engine(pair: Pair):
-    """Rollouts may follow any phase: what sleeps is the KV cache."""
+def test_aliased_weights_survive_the_phases_in_which_the_engine_sleeps(pair: Pair):
+    """Only the KV cache is released."""
     before = pair.generate(pair.run.engine)
     for _ in range(5):
         for phase in (Phase.SCORE, Phase.UPDATE_ACTOR, Phase.SYNC, Phase.ROLLOUT):
@@ -151,7 +152,7 @@ def test_weights_outlive_the_phases_without_the_engine(pair: Pair):
         assert pair.generate(pair.run.engine) == before
 
 
-def test_tensor_that_is_not_finite_is_named(pair: Pair, side: tuple[Any, VllmEngine]):
+def test_a_tensor_that_is_not_finite_is_named(pair: Pair, side: tuple[Any, VllmEngine]):
     victim = pair.run.actor.model.get_parameter(VICTIM)
     held = float(victim.data[3, 4])
     victim.data[3, 4] = float("nan")
@@ -163,36 +164,36 @@ def test_tensor_that_is_not_finite_is_named(pair: Pair, side: tuple[Any, VllmEng
         victim.data[3, 4] = held
 
 
-def test_stale_tensor_is_named(pair: Pair, side: tuple[Any, VllmEngine], monkeypatch: pytest.MonkeyPatch):
-    """Copies: one does not arrive. Shared: the trainer's tensor lies elsewhere, and the one check of that is off."""
+def test_a_stale_tensor_is_named(pair: Pair, side: tuple[Any, VllmEngine], monkeypatch: pytest.MonkeyPatch):
+    """Copy: one tensor goes elsewhere. Alias: the trainer's tensor is moved, and the check of moved tensors is off."""
     sync, victim = side[0], pair.run.actor.model.get_parameter(VICTIM)
-    shared = victim.data
+    aliased = victim.data
     if isinstance(sync, AliasSync):
-        monkeypatch.setattr(sync._alias_buffer, "moved", list)
-        victim.data = shared * 1.01
+        monkeypatch.setattr(sync.alias_buffer, "moved", list)
+        victim.data = aliased * 1.01
     else:
         victim.data.mul_(1.01)
         elsewhere = [
             (names, [v.clone() if n == VICTIM else v for n, v in zip(names, views, strict=True)])
-            for names, views in sync._fills
+            for names, views in sync.fills
         ]
-        monkeypatch.setattr(sync, "_fills", elsewhere)
+        monkeypatch.setattr(sync, "fills", elsewhere)
     with pytest.raises(SyncError, match=re.escape(f"tensor {VICTIM} differs between trainer and engine worker 0")):
         for _ in range(3):
             sync.sync()
-    victim.data = shared
+    victim.data = aliased
 
 
-def test_weight_that_leaves_the_buffer_is_named_at_once(pair: Pair):
+def test_a_weight_that_leaves_the_alias_buffer_is_named_at_once(pair: Pair):
     victim = pair.run.actor.model.get_parameter(VICTIM)
-    shared = victim.data
-    victim.data = shared.clone()
+    aliased = victim.data
+    victim.data = aliased.clone()
     with pytest.raises(SyncError, match=re.escape(f"trainer tensor {VICTIM} has left the buffer")):
         pair.run.weight_sync.sync()
-    victim.data = shared
+    victim.data = aliased
 
 
-def test_dropped_tensor_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+def test_a_tensor_that_is_not_sent_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch):
     shapes = [shape for shape in pair.run.actor.named_shapes() if shape[0] != VICTIM]
     with monkeypatch.context() as patch:
         patch.setattr(pair.run.actor, "named_shapes", lambda: shapes)
@@ -205,12 +206,12 @@ def test_dropped_tensor_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch):
     assert pair.generate(pair.copy_engine) == pair.generate(pair.run.engine)
 
 
-def test_tensor_that_the_engine_lacks_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+def test_a_tensor_that_the_engine_does_not_have_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch):
     shapes = [("model.extra.weight", (3,), torch.float32)]
     with monkeypatch.context() as patch:
         patch.setattr(pair.run.actor, "named_shapes", lambda: shapes)
         copies = pair.make_copies(SyncConfig(mode="copy"))
-    pair.copy_engine.load_bucket(0)  # begins to copy; what fails is told by the next call
+    pair.copy_engine.load_bucket(0)  # starts the copy, whose error the next call raises
     with pytest.raises(Exception, match=r"model\.extra\.weight"):
         pair.copy_engine.finish_sync()
     assert copies is not None
@@ -218,13 +219,13 @@ def test_tensor_that_the_engine_lacks_is_named(pair: Pair, monkeypatch: pytest.M
     pair.copies.sync()
 
 
-def test_prefix_cache_that_is_not_dropped_is_an_error(
+def test_a_prefix_cache_that_is_not_dropped_is_an_error(
     pair: Pair, side: tuple[Any, VllmEngine], monkeypatch: pytest.MonkeyPatch
 ):
-    """The real engine does not drop it while a request runs."""
+    """vLLM does not drop the cache while a request runs."""
     sync, engine = side
     parameters = sampling_params(Sampling(temperature=0, max_tokens=40, stop_token_ids=()), None)
-    for number in range(100):  # 16 at a time: a hand-over takes a tenth of the time that they do
+    for number in range(100):  # the engine runs 16 at a time, which takes much longer than a weight sync
         engine.llm.llm_engine.add_request(f"running {number}", {"prompt_token_ids": [5]}, parameters)
     with pytest.raises(RuntimeError, match="keeps its prefix cache of older weights: requests are still running"):
         sync.sync()
@@ -234,8 +235,8 @@ def test_prefix_cache_that_is_not_dropped_is_an_error(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_responses_sent_whole_are_those_sent_token_by_token(pair: Pair, temperature: float):
-    """Stop strings are looked for in this process, which needs every token at once; see engines/vllm/scheduler.py."""
+def test_responses_sent_whole_equal_those_sent_token_by_token(pair: Pair, temperature: float):
+    """With stop strings, which this process looks for, vLLM sends every token at once; see WholeResponses."""
     pair.copies.sync()
     tokenizer, prompts = pair.run.data.tokenizer, [p.token_ids for p in pair.run.data.eval_prompts] * 4
     free = Sampling(temperature=temperature, max_tokens=12, stop_token_ids=())
@@ -248,16 +249,16 @@ def test_responses_sent_whole_are_those_sent_token_by_token(pair: Pair, temperat
         for one, other in zip(streamed, whole, strict=True):
             length = len(one.token_ids)
             assert one.token_ids == other.token_ids[:length]
-            assert one.logprobs == pytest.approx(other.logprobs[:length], rel=0, abs=1e-5)  # in other batches
+            assert one.logprobs == pytest.approx(other.logprobs[:length], rel=0, abs=1e-5)  # batches differ
         assert any(len(g.token_ids) < 12 for g in streamed) == (len(stop_strings) == 2)
 
 
-def test_no_prompt_is_split_on_a_cpu(pair: Pair):
-    """vLLM ends with an error where it has to take back what a seeded request drew at the end of a part."""
+def test_prompts_are_not_chunked_on_a_cpu(pair: Pair):
+    """vLLM on a CPU fails when it has to undo what a seeded request drew at the end of a chunk."""
     assert not pair.copy_engine.llm.llm_engine.vllm_config.scheduler_config.enable_chunked_prefill
 
 
-def test_engine_that_dropped_its_copies_refuses(pair: Pair):
+def test_an_engine_that_dropped_its_copies_refuses_to_generate(pair: Pair):
     pair.copy_engine.unmap("weights")
     with pytest.raises(RuntimeError, match="the engine's weights were dropped or never filled"):
         pair.generate(pair.copy_engine)
@@ -269,10 +270,10 @@ def test_engine_that_dropped_its_copies_refuses(pair: Pair):
 
 
 @pytest.mark.parametrize("old_logprobs", ["trainer", "rollout"])
-def test_engine_that_goes_on_with_old_weights_stops_the_run(
+def test_an_engine_that_keeps_old_weights_stops_the_run(
     make_config: Callable[..., Config], train_here: Callable[[Config], Any], tmp_path, monkeypatch, old_logprobs: str
 ):
-    """The probe is independent of checksums, which are off here, and takes place whoever's log-probs are trained on."""
+    """The check of log-probs is independent of checksums, which are off here, and of update.old_logprobs."""
     settings = {
         "update": {"old_logprobs": old_logprobs, "actor": OptimizerConfig(lr=0.05)},
         "sync": {"mode": "copy", "num_verified": 0},

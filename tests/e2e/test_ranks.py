@@ -152,7 +152,7 @@ def test_ranks_that_share_matrices_train_what_one_does(
         "update": {"mini_batch_size": 5, "zero_stage": zero_stage},
     }
     output = assert_ranks_train_alike(num_ranks, settings, {"tensor_parallel_size": 2})
-    assert "update.tensor_parallel_size = 2 cuts the trainer's weights up" in output or engine == "hf"
+    assert "update.tensor_parallel_size = 2 shards the trainer's weights" in output or engine == "hf"
 
 
 def test_ranks_that_cannot_share_matrices_say_so(make_config, launch, tmp_path):

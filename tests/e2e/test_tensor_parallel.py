@@ -1,6 +1,6 @@
-"""One vLLM engine over two ranks trains what an engine of one GPU trains; faults are found on every rank.
+"""One vLLM engine over two ranks gives the same training as an engine on one GPU; every rank raises its errors.
 
-As a program this file is one of the two ranks: python <file> <folder> <tiny>.
+Run as a program, this file is one of the two ranks: python <file> <folder> <tiny>.
 """
 
 import contextlib
@@ -23,15 +23,16 @@ from hybrid_rl.engines import Sampling
 from hybrid_rl.engines.vllm.engine import VllmEngine
 from hybrid_rl.memory.residency import Phase
 from hybrid_rl.run import Run
-from hybrid_rl.weights.sync import CopySync, SyncError
+from hybrid_rl.weights.sync import CopySync
+from hybrid_rl.weights.verify import SyncError
 
 SETTINGS = "TENSOR_PARALLEL_SETTINGS"
 VICTIM = "model.layers.1.mlp.up_proj.weight"
 GREEDY = Sampling(temperature=0.0, max_tokens=4, stop_token_ids=(0,))
 
 
-def push(run: Run) -> str:
-    """Hand over and return what the proof says."""
+def sync_weights(run: Run) -> str:
+    """Synchronize the weights, and return the message of a failed verification."""
     with run.memory.phase(Phase.SYNC):
         try:
             run.weight_sync.sync()
@@ -41,18 +42,18 @@ def push(run: Run) -> str:
 
 
 def lose_one_tensor(sync: CopySync) -> tuple[list[Tensor], int, Tensor]:
-    """Let one tensor go elsewhere than into the bucket; return what puts it back."""
-    for names, views in sync._fills:
+    """Copy one tensor to memory outside of the bucket; return the list, the index and the view that restore it."""
+    for names, views in sync.fills:
         if VICTIM in names:
-            place = names.index(VICTIM)
-            whole = views, place, views[place]
-            views[place] = torch.empty_like(views[place])
-            return whole
+            index = names.index(VICTIM)
+            found = views, index, views[index]
+            views[index] = torch.empty_like(views[index])
+            return found
     raise LookupError(VICTIM)
 
 
 def refused(run: Run) -> str:
-    """Return what the engine says about a generation without weights."""
+    """Return the error of a generation whose weights are unmapped."""
     run.engine.unmap("weights")
     try:
         run.engine.generate([[5, 9]], GREEDY, None)
@@ -72,23 +73,23 @@ def rank_of_two(folder: Path) -> None:
         with run.recorder:
             trainer.loop(run)
         found["held"] = run.engine.checksums([name for name, _, _ in run.actor.named_shapes()])
-        prompts = [[5, 9], [3, 4, 11], [7]][rank:]  # three of the first rank, two of the second
+        prompts = [[5, 9], [3, 4, 11], [7]][rank:]  # three prompts on the first rank, two on the second
         with run.memory.phase(Phase.ROLLOUT):
             found["greedy"] = [g.token_ids for g in run.engine.generate(prompts, GREEDY, None)]
         if rank == 1:
-            views, place, view = lose_one_tensor(sync)
-        found["fault"] = push(run)
+            views, index, view = lose_one_tensor(sync)
+        found["fault"] = sync_weights(run)
         if rank == 1:
-            views[place] = view
-        found["after"] = push(run)
+            views[index] = view
+        found["after"] = sync_weights(run)
         found["version"] = run.engine.weights_version
         found["refused"] = refused(run)
     finally:
         run.close()
-    multiprocessing.active_children()  # lets those that have ended disappear
+    multiprocessing.active_children()  # joins the processes that have ended
     found["children"] = []
     for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it ends just now
+        with contextlib.suppress(psutil.Error):  # the process has just ended
             if "resource_tracker" not in " ".join(process.cmdline()):
                 found["children"].append(process.name())
     torch.save(found, folder / f"rank{rank}.pt")
@@ -96,7 +97,7 @@ def rank_of_two(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def settings(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Config]:
-    """A run by the number of GPUs of its engine."""
+    """Settings of a run, by the number of ranks that its engine spans."""
     return {
         size: make_config(
             tmp_path_factory.mktemp(f"engine_of_{size}"),
@@ -110,7 +111,7 @@ def settings(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(scope="module")
 def ranks(settings: dict[int, Config], on_two_ranks: Callable[[str], list[Any]]) -> Iterator[list[dict[str, Any]]]:
-    """What the two ranks saw."""
+    """Results of the two ranks."""
     path = Path(settings[2].run.dir) / "settings.yaml"
     path.write_text(yaml.safe_dump(as_dict(settings[2])))
     with pytest.MonkeyPatch.context() as patch:
@@ -118,7 +119,7 @@ def ranks(settings: dict[int, Config], on_two_ranks: Callable[[str], list[Any]])
         yield on_two_ranks(__file__)
 
 
-def test_two_ranks_with_one_engine_train_what_one_rank_does(
+def test_two_ranks_with_one_engine_train_as_one_rank_does(
     settings: dict[int, Config],
     ranks: list[dict[str, Any]],
     lent_engine: VllmEngine,
@@ -134,12 +135,12 @@ def test_two_ranks_with_one_engine_train_what_one_rank_does(
         assert [(r["prompt_id"], r["response"]) for r in rows] == [(r["prompt_id"], r["response"]) for r in wanted]
 
 
-def test_each_worker_holds_its_part(ranks: list[dict[str, Any]]) -> None:
+def test_each_worker_holds_its_shard(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["held"] == ranks[1]["held"]
     first, second = ranks[0]["held"]
-    regions = [{name: [region for region, _ in parts] for name, parts in held.items()} for held in (first, second)]
+    slices = [{name: [part for part, _ in parts] for name, parts in held.items()} for held in (first, second)]
     layer = "model.layers.0"
-    for worker, held in enumerate(regions):  # 64 x 32 by rows, 32 x 64 by columns, the only key head on both
+    for worker, held in enumerate(slices):  # 64 x 32 by rows, 32 x 64 by columns; both hold the only key head
         assert held[f"{layer}.mlp.up_proj.weight"] == [((32, 32), (32, 1), worker * 32 * 32)]
         assert held[f"{layer}.mlp.down_proj.weight"] == [((32, 32), (64, 1), worker * 32)]
         assert held[f"{layer}.self_attn.k_proj.weight"] == [((32, 32), (32, 1), 0)]
@@ -154,9 +155,9 @@ def test_every_rank_gets_its_own_responses(ranks: list[dict[str, Any]]) -> None:
 
 def test_a_stale_tensor_of_one_worker_is_named_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert rank["fault"] == f"tensor {VICTIM} differs between trainer and engine worker 1 after the hand-over"
+        assert rank["fault"] == f"tensor {VICTIM} differs between trainer and engine worker 1 after the weight sync"
         assert rank["after"] == ""
-        assert rank["version"] == 5  # before each of two steps and at the end, and two here
+        assert rank["version"] == 5  # before each of two steps, at the end, and twice in rank_of_two
 
 
 def test_what_the_engine_raises_is_raised_on_all_ranks(ranks: list[dict[str, Any]]) -> None:

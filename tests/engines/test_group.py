@@ -1,6 +1,6 @@
-"""One engine for two ranks, with the oracle as the engine: who gets what, and that nobody waits for ever.
+"""One engine for two ranks, with HuggingFaceEngine as the engine: results of each rank, and errors on both ranks.
 
-As a program this file is one of the two ranks: python <file> <folder> <tiny>.
+Run as a program, this file is one of the two ranks: python <file> <folder> <tiny>.
 """
 
 import os
@@ -14,18 +14,19 @@ import pytest
 import torch
 
 from hybrid_rl.config import Config, ConfigError, RolloutConfig, UpdateConfig
-from hybrid_rl.distributed import World, free_port, join_world
+from hybrid_rl.distributed import free_port, join_world
 from hybrid_rl.engines import Generation, Sampling
-from hybrid_rl.engines.group import GroupEngine, check_groups, lead, visible_name
+from hybrid_rl.engines.group import GroupEngine, run_on_first_rank, visible_name
 from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.engines.vllm.environment import engine_environment, group_environment
+from hybrid_rl.validate import check_ranks
 from hybrid_rl.weights.bucket import IpcBucket, Slot, joint_handle, open_ipc_bucket
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 9], [3, 4, 11], [7], [8, 8]]
 SAMPLED = Sampling(temperature=1.0, max_tokens=6, stop_token_ids=())
 SEEDS = [11, 12, 13, 14]
-FIRST = 3  # prompts of rank 0; rank 1 has the others
+FIRST = 3  # number of prompts of rank 0; rank 1 has the others
 
 
 def groups_of(size: int) -> Config:
@@ -33,14 +34,14 @@ def groups_of(size: int) -> Config:
 
 
 class OddError(Exception):
-    """Cannot be read back by another process."""
+    """An error that another process cannot unpickle."""
 
     def __init__(self, *, place: int) -> None:
         super().__init__(f"at place {place}")
 
 
 class CountingEngine(HuggingFaceEngine):
-    """The oracle, which writes down its seeds."""
+    """HuggingFaceEngine that records its seeds."""
 
     def __init__(self, tiny: Path) -> None:
         super().__init__(str(tiny / "policy"), dtype=torch.float32, device=CPU)
@@ -52,8 +53,8 @@ class CountingEngine(HuggingFaceEngine):
 
 
 def fill(engine: HuggingFaceEngine | GroupEngine, bucket: IpcBucket, tiny: Path) -> None:
-    """Hand the policy's own weights over in one fill; the bucket has room for them."""
-    source = dict(HuggingFaceEngine(str(tiny / "policy"), dtype=torch.float32, device=CPU)._parameters)
+    """Synchronize the weights of the policy's checkpoint in one bucket."""
+    source = dict(HuggingFaceEngine(str(tiny / "policy"), dtype=torch.float32, device=CPU).parameters)
     slots, end = [], 0
     for name, tensor in source.items():
         slots.append(Slot(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, offset=end))
@@ -64,8 +65,8 @@ def fill(engine: HuggingFaceEngine | GroupEngine, bucket: IpcBucket, tiny: Path)
     engine.finish_sync()
 
 
-def words(call: Any) -> str:
-    """Return type and words of what a call raises."""
+def error_of(call: Any) -> str:
+    """Return type and message of the error that a call raises."""
     try:
         call()
     except Exception as error:
@@ -88,31 +89,30 @@ def rank_of_two(folder: Path, tiny: Path) -> None:
         return made[0]
 
     ranks = world.model_parallel_group(2)
-    found["no start"] = words(lambda: GroupEngine(ranks, lambda gpus: fail(OSError(7))))
+    found["no start"] = error_of(lambda: GroupEngine(ranks, lambda gpus: fail(OSError(7))))
     engine = GroupEngine(ranks, start)
     mine = slice(0, FIRST) if world.rank == 0 else slice(FIRST, None)
-    found["too early"] = words(lambda: engine.generate(PROMPTS[mine], SAMPLED, SEEDS[mine]))
+    found["too early"] = error_of(lambda: engine.generate(PROMPTS[mine], SAMPLED, SEEDS[mine]))
     bucket = IpcBucket(1 << 20, CPU)
     fill(engine, bucket, tiny)
     bucket.unlink()
     found["engines"], found["version"] = len(made), engine.weights_version
     found["seeded"] = [asdict(g) for g in engine.generate(PROMPTS[mine], SAMPLED, SEEDS[mine])]
-    if world.rank == 1:  # a rank without prompts does not seed
+    if world.rank == 1:  # rank 0 has no prompts and does not seed
         engine.seed(5)
     found["unseeded"] = [g.token_ids for g in engine.generate([] if world.rank == 0 else PROMPTS, SAMPLED, None)]
     found["seeds"] = made[0].seeds if made else None
     found["sums"] = engine.checksums(["model.norm.weight"])
-    found["odd"] = words(lambda: lead(ranks, lambda: fail(OddError(place=3))))
-    found["value"] = words(lambda: lead(ranks, lambda: fail(ValueError("no"))))
-    found["nodes"] = words(lambda: check_groups(groups_of(2), world))
-    os.environ["LOCAL_WORLD_SIZE"] = "1"  # as if each were on a node of its own
-    found["apart"] = words(lambda: check_groups(groups_of(2), world))
-    found["three"] = words(lambda: check_groups(groups_of(3), world))
+    found["odd"] = error_of(lambda: run_on_first_rank(ranks, lambda: fail(OddError(place=3))))
+    found["value"] = error_of(lambda: run_on_first_rank(ranks, lambda: fail(ValueError("no"))))
+    found["one node"] = world.ranks_on_nodes()
+    os.environ["LOCAL_WORLD_SIZE"] = "1"  # as if each rank were on another node
+    found["two nodes"] = world.ranks_on_nodes()
     if world.rank == 1:
         try:
             fail(KeyError("alone"))
         except KeyError:
-            engine.close()  # returns, although rank 0 is not in it
+            engine.close()  # returns although rank 0 does not call it
     world.barrier()
     torch.save(found, folder / f"rank{world.rank}.pt")
     if world.rank == 0:
@@ -124,17 +124,17 @@ def rank_of_two(folder: Path, tiny: Path) -> None:
 
 @pytest.fixture(scope="module")
 def both(on_two_ranks: Any) -> list[dict[str, Any]]:
-    """What the two ranks saw."""
+    """Results of the two ranks."""
     return on_two_ranks(__file__)
 
 
-def test_the_engine_is_started_once_and_told_of_every_device(both):
+def test_the_engine_is_started_once_with_the_names_of_all_devices(both):
     assert [rank["engines"] for rank in both] == [1, 0]
     assert both[0]["gpus"] == ["cpu", "cpu"]
     assert [rank["version"] for rank in both] == [1, 1]
 
 
-def test_every_rank_gets_what_an_engine_of_its_own_would_give(both, tiny):
+def test_every_rank_gets_the_responses_of_a_separate_engine(both, tiny):
     alone = CountingEngine(tiny)
     fill(alone, IpcBucket(1 << 20, CPU), tiny)
     expected = alone.generate(PROMPTS, SAMPLED, SEEDS)
@@ -144,7 +144,7 @@ def test_every_rank_gets_what_an_engine_of_its_own_would_give(both, tiny):
     assert [x for g in found for x in g.logprobs] == pytest.approx([x for g in expected for x in g.logprobs])
 
 
-def test_a_seed_of_any_rank_reaches_the_engine(both):
+def test_the_seed_of_any_rank_reaches_the_engine(both):
     assert [len(rank["unseeded"]) for rank in both] == [0, 4]
     assert both[0]["seeds"] == [5]
 
@@ -161,33 +161,38 @@ def test_all_ranks_see_the_same_checksums(both):
         ("value", "ValueError: no"),
     ],
 )
-def test_what_the_first_rank_raises_is_raised_on_both(both, call, sentence):
+def test_an_error_of_the_engine_is_raised_on_both_ranks(both, call, sentence):
     assert both[0][call] == both[1][call] and both[0][call].startswith(sentence)
 
 
-def test_an_error_that_cannot_be_sent_is_told_in_its_words(both):
+def test_an_error_that_cannot_be_pickled_keeps_its_message(both):
     assert [rank["odd"] for rank in both] == ["OddError: at place 3", "RuntimeError: OddError: at place 3"]
 
 
-def test_groups_must_fill_the_ranks_of_every_node(both):
-    assert [rank["nodes"] for rank in both] == ["", ""]
-    told = "ConfigError: rollout.tensor_parallel_size = 2: must divide the ranks of every node, for no group spans two"
-    assert all(rank["apart"].startswith(told) for rank in both)
-    assert both[0]["three"] == "ConfigError: rollout.tensor_parallel_size = 3: must divide the number of ranks, 2"
-    nodes = World(rank=0, size=1, local_rank=0, device=CPU)
-    check_groups(Config(), nodes)
+def test_every_rank_knows_the_numbers_of_ranks_on_all_nodes(both):
+    assert [rank["one node"] for rank in both] == [[2, 2], [2, 2]]
+    assert [rank["two nodes"] for rank in both] == [[1, 1], [1, 1]]
+
+
+def test_groups_must_fill_the_ranks_of_every_node():
+    check_ranks(groups_of(2), num_ranks=2, ranks_on_nodes=[2, 2])
+    message = "rollout.tensor_parallel_size = 2: must divide the ranks of every node, and a node has 1"
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        check_ranks(groups_of(2), num_ranks=2, ranks_on_nodes=[1, 1])
+    with pytest.raises(ConfigError, match=r"^rollout.tensor_parallel_size = 3: must divide the number of ranks, 2$"):
+        check_ranks(groups_of(3), num_ranks=2, ranks_on_nodes=[1, 1])
+    check_ranks(Config(), num_ranks=1, ranks_on_nodes=[1])
     with pytest.raises(ConfigError, match="must divide the number of ranks, 1"):
-        check_groups(groups_of(2), nodes)
+        check_ranks(groups_of(2), num_ranks=1, ranks_on_nodes=[1])
 
 
 def test_every_kind_of_group_is_checked():
-    nodes = World(rank=0, size=1, local_rank=0, device=CPU)
     for name in ("sequence_parallel_size", "tensor_parallel_size"):
         with pytest.raises(ConfigError, match=f"^update.{name} = 2: must divide the number of ranks, 1$"):
-            check_groups(Config(update=UpdateConfig(**{name: 2})), nodes)
+            check_ranks(Config(update=UpdateConfig(**{name: 2})), num_ranks=1, ranks_on_nodes=[1])
 
 
-def test_each_worker_opens_the_bucket_at_its_place():
+def test_each_worker_opens_the_bucket_of_its_device():
     buckets = [IpcBucket(8, CPU) for _ in range(2)]
     for value, bucket in enumerate(buckets):
         bucket.tensor.fill_(value + 1)
@@ -202,7 +207,7 @@ def test_each_worker_opens_the_bucket_at_its_place():
 @pytest.mark.parametrize(
     "visible, index, name", [(None, 1, "1"), ("3", 0, "3"), ("4,6", 1, "6"), ("GPU-1a,GPU-2b", 0, "GPU-1a")]
 )
-def test_a_gpu_has_one_name_on_its_node(monkeypatch, visible, index, name):
+def test_a_gpu_has_the_same_name_in_every_process_of_a_node(monkeypatch, visible, index, name):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -210,13 +215,13 @@ def test_a_gpu_has_one_name_on_its_node(monkeypatch, visible, index, name):
     assert visible_name(CPU) == "cpu"
 
 
-def test_the_engines_processes_see_all_gpus_of_the_group():
+def test_processes_of_the_engine_see_all_gpus_of_the_group():
     assert group_environment([], has_cuda=True) == {}
     assert group_environment(["3", "1"], has_cuda=True) == {"CUDA_VISIBLE_DEVICES": "3,1"}
     assert group_environment(["cpu", "cpu"], has_cuda=False) == {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
-MEETS_ITSELF = """
+JOIN_ALONE = """
 import datetime
 import sys
 import torch.distributed as dist
@@ -225,16 +230,16 @@ dist.init_process_group("gloo", init_method=method, world_size=1, rank=0, timeou
 """
 
 
-def test_an_engine_of_a_launched_rank_meets_at_a_store_of_its_own(monkeypatch):
-    """As vLLM does on a GPU; told that the launcher serves the store, it would wait for one that is not there."""
+def test_the_engine_of_a_launched_rank_has_its_own_store(monkeypatch):
+    """Like vLLM on a GPU. With the launcher as the owner of the store, it would wait in vain."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("RANK", "1")
     with engine_environment():
-        subprocess.run([sys.executable, "-c", MEETS_ITSELF, str(free_port())], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", JOIN_ALONE, str(free_port())], check=True, timeout=60)
     assert (os.environ["TORCHELASTIC_USE_AGENT_STORE"], os.environ["RANK"]) == ("True", "1")
 
 
-def test_one_process_of_a_launcher_joins_itself():
+def test_a_single_launched_process_joins_alone():
     code = "from hybrid_rl.distributed import join_world; assert join_world(20.0).sum(__import__('torch').ones(1)) == 1"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", sys.executable, "-c", code]
     subprocess.run(command, check=True, timeout=100)

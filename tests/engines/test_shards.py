@@ -1,4 +1,4 @@
-"""Two ranks that hold a model's matrices between them are one rank that has it all, gradients and checkpoints too."""
+"""Two tensor-parallel ranks compute, train and save what one rank with the unsharded model does."""
 
 import os
 import sys
@@ -30,7 +30,7 @@ from hybrid_rl.models.packed import PackedModel
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {
-    "vocab_size": 31,  # odd: embeddings and head stay whole
+    "vocab_size": 31,  # odd, so that embeddings and head are not sharded
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -44,10 +44,10 @@ SMALL: dict[str, Any] = {
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: LlamaConfig(**SMALL, tie_word_embeddings=True),
     "llama-untied": lambda: LlamaConfig(**SMALL, tie_word_embeddings=False),
-    "qwen2": lambda: Qwen2Config(**SMALL),  # biases that are cut
-    "qwen3": lambda: Qwen3Config(**SMALL, head_dim=16),  # norms of heads, whose gradients are summed
+    "qwen2": lambda: Qwen2Config(**SMALL),  # sharded biases
+    "qwen3": lambda: Qwen3Config(**SMALL, head_dim=16),  # norms of heads, whose gradients are summed over ranks
     "gemma2": lambda: Gemma2Config(**SMALL, head_dim=16, query_pre_attn_scalar=16, sliding_window=4),
-    "phi": lambda: PhiConfig(**SMALL, partial_rotary_factor=0.5),  # biases that are added once, behind the sum
+    "phi": lambda: PhiConfig(**SMALL, partial_rotary_factor=0.5),  # biases that are added once, after the sum
 }
 INPUTS: dict[str, Any] = {
     "input_ids": torch.tensor([[5, 9, 12, 30, 4, 7, 11, 2]]),
@@ -62,7 +62,7 @@ FACTORS = torch.tensor([0.5, -0.3, 0.8, 0.1, -0.6])
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """An engine that takes two steps."""
+    """Model and settings of an engine that takes two steps."""
 
     model: str = "llama"
     role: str = "actor"
@@ -83,7 +83,7 @@ CASES = {
 
 
 def save_models(folder: Path) -> None:
-    """Save a random model for each model and role, biases and norms far from what they start as."""
+    """Save a random model of each kind and role, whose biases and norms differ from their initial values."""
     for case in CASES.values():
         torch.manual_seed(3)
         auto_class = AutoModelForCausalLM if case.role == "actor" else AutoModelForSequenceClassification
@@ -104,7 +104,7 @@ def make_module(case: Case, folder: Path) -> PackedModel:
 
 
 def make_engine(case: Case, folder: Path, world: World, size: int) -> DeepSpeedEngine:
-    # With the usual eps, rounding alone decides where Adam goes for a gradient that is nearly 0.
+    # With the default eps, rounding decides the direction of Adam's step where a gradient is nearly 0.
     optimizer = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5, kind=case.optimizer)
     module = make_module(case, folder)
     return DeepSpeedEngine(
@@ -113,7 +113,7 @@ def make_engine(case: Case, folder: Path, world: World, size: int) -> DeepSpeedE
 
 
 def take_step(engine: DeepSpeedEngine, role: str) -> dict[str, Any]:
-    """Take a step in two micro-batches, the second in one pass; return what the model said, and the norm."""
+    """Take a step in two micro-batches, the second with a loss inside forward; return outputs and gradient norm."""
     if role == "critic":
         outputs: tuple[Tensor, ...] = (engine.forward(**INPUTS),)
         engine.backward((FACTORS * outputs[0]).sum(), is_last=True)
@@ -137,14 +137,14 @@ def weights_of(engine: DeepSpeedEngine) -> dict[str, Tensor]:
 
 
 def train(case: Case, folder: Path, world: World, size: int, snapshot: Path) -> dict[str, Any]:
-    """Take two steps, save them, take a third."""
+    """Take two steps, write a snapshot, take a third step."""
     engine = make_engine(case, folder, world, size)
     steps = [take_step(engine, case.role) for _ in range(2)]
     engine.snapshot().write(snapshot, world.rank)
     return {
         "steps": steps,
         "weights": weights_of(engine),
-        "num_held": sum(p.numel() for p in engine.module.parameters()),
+        "num_local": sum(p.numel() for p in engine.module.parameters()),
         "optimizer_bytes": engine.optimizer_bytes(),
         "checkpoint_bytes": engine.checkpoint_bytes,
         "next": take_step(engine, case.role),
@@ -153,7 +153,7 @@ def train(case: Case, folder: Path, world: World, size: int, snapshot: Path) -> 
 
 
 def resume(case: Case, folder: Path, world: World, size: int, snapshot: Path) -> dict[str, Any]:
-    """Return what an engine has of another's snapshot, and its next step."""
+    """Return the weights of an engine that loads a snapshot, and its next step."""
     engine = make_engine(case, folder, world, size)
     engine.load(snapshot)
     return {"weights": weights_of(engine), "next": take_step(engine, case.role), "after": weights_of(engine)}
@@ -167,8 +167,8 @@ def refusal(make: Callable[[], Any]) -> str:
     return "nothing was refused"
 
 
-def forgetful(case: Case, folder: Path, world: World) -> None:
-    """Cut a model whose plan forgets that its norms of heads see only a rank's own heads."""
+def shard_without_norms(case: Case, folder: Path, world: World) -> None:
+    """Shard a model whose plan lacks the norms of heads, whose gradients must be summed over ranks."""
     module = make_module(case, folder)
     plan = module.model.config.base_model_tp_plan
     module.model.config.base_model_tp_plan = {k: v for k, v in plan.items() if "_norm" not in k}
@@ -185,13 +185,13 @@ def main() -> None:
     }
     saved = folder / "alone" / "float32-zero2"
     results["resumed"] = {stage: resume(Case(stage=stage), folder, world, 2, saved) for stage in (0, 1, 2)}
-    results["forgetful"] = refusal(lambda: forgetful(Case(model="qwen3"), folder, world))
+    results["without norms"] = refusal(lambda: shard_without_norms(Case(model="qwen3"), folder, world))
     torch.save(results, Path(sys.argv[1], f"rank{world.rank}.pt"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """All cases on one rank, and on each of two; and where models and snapshots are."""
+    """Results of all cases on one rank and on each of two ranks, and the folder of models and snapshots."""
 
     alone: dict[str, Any]
     pair: list[dict[str, Any]]
@@ -220,30 +220,30 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_are_one(ran, name):
+def test_two_ranks_compute_and_train_as_one_does(ran, name):
     alone, is_float = ran.alone[name], CASES[name].dtype == "float32"
     for rank in ran.pair:
         found = rank[name]
         for step, expected in zip([*found["steps"], found["next"]], [*alone["steps"], alone["next"]], strict=True):
             torch.testing.assert_close(step["outputs"], expected["outputs"], atol=1e-5 if is_float else 0.05, rtol=0)
             assert step["norm"] == pytest.approx(expected["norm"], rel=1e-5 if is_float else 0.03)
-            assert step["norm"] > 0.6  # so that clipping to 0.5 takes part
+            assert step["norm"] > 0.6  # so that gradients are clipped to 0.5
         assert_same(found["weights"], alone["weights"], 1e-6 if is_float else 0.016)
         assert_same(found["after"], alone["after"], 1e-6 if is_float else 0.016)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_have_the_same_whole_model_and_half_of_it_each(ran, name):
+def test_each_rank_has_half_of_the_matrices_and_gathers_the_same_weights(ran, name):
     first, second = (rank[name] for rank in ran.pair)
     assert_same(first["after"], second["after"], 0)
-    num_whole = ran.alone[name]["num_held"]
+    num_full = ran.alone[name]["num_local"]
     for rank in (first, second):
-        assert rank["checkpoint_bytes"] == ran.alone[name]["checkpoint_bytes"] == 12 * num_whole
-        assert rank["optimizer_bytes"] == 12 * rank["num_held"] < 0.7 * 12 * num_whole
+        assert rank["checkpoint_bytes"] == ran.alone[name]["checkpoint_bytes"] == 12 * num_full
+        assert rank["optimizer_bytes"] == 12 * rank["num_local"] < 0.7 * 12 * num_full
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_checkpoint_is_that_of_one_rank(ran, name):
+def test_the_checkpoint_equals_that_of_one_rank(ran, name):
     found, expected = SavedTensors(ran.folder / "pair" / name), SavedTensors(ran.folder / "alone" / name)
     assert found.names == expected.names and found.notes == expected.notes
     tolerance = 1e-6 if CASES[name].dtype == "float32" else 0.016
@@ -251,7 +251,7 @@ def test_checkpoint_is_that_of_one_rank(ran, name):
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_one_rank_goes_on_where_two_were(ran, world, stage):
+def test_one_rank_continues_the_checkpoint_of_two(ran, world, stage):
     case, name = Case(stage=stage), "float32-zero1"
     found, expected = resume(case, ran.folder, world, 1, ran.folder / "pair" / name), ran.pair[0][name]
     assert_same(found["weights"], expected["weights"], 0)
@@ -260,7 +260,7 @@ def test_one_rank_goes_on_where_two_were(ran, world, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_two_ranks_go_on_where_one_was(ran, stage):
+def test_two_ranks_continue_the_checkpoint_of_one(ran, stage):
     expected = ran.alone["float32-zero2"]
     for rank in ran.pair:
         found = rank["resumed"][stage]
@@ -269,10 +269,12 @@ def test_two_ranks_go_on_where_one_was(ran, stage):
         assert found["next"]["norm"] == pytest.approx(expected["next"]["norm"], rel=1e-5)
 
 
-def test_model_that_computes_something_else_is_refused(ran):
+def test_a_model_that_computes_something_else_when_sharded_is_refused(ran):
     for rank in ran.pair:
-        assert rank["forgetful"].startswith("update.tensor_parallel_size = 2: Qwen3ForCausalLM has other gradients of ")
-        assert rank["forgetful"].endswith("q_norm.weight when it is cut; use 1")
+        assert rank["without norms"].startswith(
+            "update.tensor_parallel_size = 2: Qwen3ForCausalLM has other gradients of "
+        )
+        assert rank["without norms"].endswith("q_norm.weight when it is sharded; use 1")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""DeepSpeed trains on bit for bit while its tensors move: real engines, and a pool that leaves NaN behind.
+"""DeepSpeed trains bit for bit the same while its tensors are released and restored, in a pool that leaves NaN behind.
 
 The native pool itself is tested in tests/kernels/test_vmm_pool.py and tests/gpu/test_vmm_pool.py.
 """
@@ -19,8 +19,8 @@ from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import tenants
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
 from hybrid_rl.engines.tenants import OptimizerTenant
+from hybrid_rl.memory import tenants as memory_tenants
 from hybrid_rl.memory.phases import MemoryManager
-from hybrid_rl.memory.phases import phases as memory
 from hybrid_rl.memory.residency import RESIDENCY, Phase
 from hybrid_rl.memory.tenants import FrozenModule, PooledModule, PooledTenant, Resident
 from hybrid_rl.models.loading import load_actor
@@ -35,7 +35,7 @@ CASES = [(0, "float32"), *((stage, dtype) for stage in (1, 2, 3) for dtype in ("
 
 @dataclass
 class HostRegion:
-    """Storages that keep their place; while they are released, every number in them is NaN."""
+    """Storages with constant addresses; while they are released, every number in them is NaN."""
 
     tag: str
     policy: str
@@ -82,7 +82,7 @@ class HostRegion:
 
 
 class HostPool:
-    """Regions of this process's memory."""
+    """Regions of host memory in place of a VmmPool."""
 
     def __init__(self) -> None:
         self.regions: dict[str, HostRegion] = {}
@@ -102,8 +102,8 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> HostPool:
         places = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
         region.storages = [storage for storage in places.values() if storage.nbytes()]
 
-    original = memory.rehome
-    monkeypatch.setattr(memory, "rehome", rehome)
+    original = memory_tenants.rehome
+    monkeypatch.setattr(memory_tenants, "rehome", rehome)
     pool = HostPool()
     monkeypatch.setattr(tenants, "choose_pool", lambda swap, device: pool)
     return pool
@@ -128,29 +128,29 @@ def take_step(engine: DeepSpeedEngine, pieces: list[Packed]) -> float:
 
 @dataclass
 class Trained:
-    """An engine, and who moves it; nobody in the run that the others are held to."""
+    """An engine with the tenants that move it; without tenants in the run that gives the expected results."""
 
     engine: DeepSpeedEngine
-    states: PooledTenant | None = None
+    optimizer: PooledTenant | None = None
     weights: PooledTenant | None = None
 
     def visit(self, pieces: list[Packed]) -> list:
-        """Score, then learn, everything away before, between and after, and return all that came out."""
+        """Compute log-probs and take a step, released before, between and after; return all results."""
         if self.weights:
             self.weights.restore()
         with torch.no_grad():
             scores = logprobs_of(self.engine, pieces[0]).tolist()
-        if self.weights and self.states:
+        if self.weights and self.optimizer:
             self.weights.release()
             self.weights.restore()
-            self.states.restore()
+            self.optimizer.restore()
         norm = take_step(self.engine, pieces)
         snapshot = self.engine.snapshot()
         self.leave()
         return [scores, norm, {name: tensor.tolist() for name, tensor in snapshot.tensors.items()}]
 
     def leave(self) -> None:
-        for tenant in (self.states, self.weights):
+        for tenant in (self.optimizer, self.weights):
             if tenant:
                 tenant.release()
 
@@ -158,15 +158,14 @@ class Trained:
 def make(tiny: Path, world: World, stage: int, dtype: str) -> Trained:
     actor = load_actor(str(tiny / "policy"), ModelsConfig(dtype=dtype), CPU)
     for parameter in actor.parameters():
-        parameter.data = parameter.data.clone()  # on a CPU they lie in the mapped file, which cannot move
+        parameter.data = parameter.data.clone()  # on a CPU they are in the mapped file, which cannot move
     return Trained(DeepSpeedEngine(actor, ADAM, zero_stage=stage, total_steps=6, world=world))
 
 
 def make_moving(tiny: Path, world: World, stage: int, dtype: str, name: str = "actor") -> Trained:
     trained = make(tiny, world, stage, dtype)
     makes = tenants.Tenants(Config(memory=MemoryConfig(swap="vmm")), CPU)
-    makes._moves = True  # as on a GPU
-    trained.states = makes.optimizer(name, trained.engine)
+    trained.optimizer = makes.optimizer(name, trained.engine)
     trained.weights = makes.parameters(name, trained.engine, is_aliased=False)
     return trained
 
@@ -180,13 +179,13 @@ def test_training_saving_and_loading_are_the_same_bits(tiny, world, pieces, pool
     moving.leave()
     found = [moving.visit(pieces) for _ in range(2)]
     moving.weights.restore()
-    moving.states.restore()
+    moving.optimizer.restore()
     moving.engine.snapshot().write(tmp_path, 0)
     moving.leave()
     found += [moving.visit(pieces) for _ in range(2)]
     assert found == expected
 
-    resumed = make_moving(tiny, world, stage, dtype, "critic")  # it loads into memory of the pool
+    resumed = make_moving(tiny, world, stage, dtype, "critic")  # loads into memory of the pool
     places = [tensor.data_ptr() for tensor in resumed.engine.optimizer_tensors()]
     resumed.engine.load(tmp_path)
     assert [tensor.data_ptr() for tensor in resumed.engine.optimizer_tensors()] == places
@@ -195,25 +194,24 @@ def test_training_saving_and_loading_are_the_same_bits(tiny, world, pieces, pool
 
 
 @pytest.mark.parametrize("stage, dtype", CASES)
-def test_a_step_leaves_no_gradient_behind_but_in_the_buffers(tiny, world, pieces, stage, dtype):
+def test_a_step_leaves_gradients_in_the_buffers_only(tiny, world, pieces, stage, dtype):
     engine = make(tiny, world, stage, dtype).engine
     take_step(engine, pieces)
     assert all(p.grad is None and getattr(p, "grad_accum", None) is None for p in engine.module.parameters())
     buffers = {buffer.untyped_storage().data_ptr() for buffer in engine.gradient_buffers()}
-    left = [tensor.grad for tensor in engine._states._flat() if tensor.grad is not None]
+    left = [tensor.grad for tensor in engine.training_state.stepped_tensors() if tensor.grad is not None]
     assert all(gradient.untyped_storage().data_ptr() in buffers for gradient in left)
-    assert not any(getattr(engine._engine.optimizer, "averaged_gradients", {}).values())
+    assert not any(getattr(engine.wrapped.optimizer, "averaged_gradients", {}).values())
 
 
 @pytest.mark.parametrize("stage, dtype", CASES)
-def test_all_that_shares_memory_moves_together(tiny, world, pieces, pool, stage, dtype):
+def test_tensors_of_one_storage_move_together(tiny, world, pieces, pool, stage, dtype):
     trained = make(tiny, world, stage, dtype)
-    trained.engine.optimizer_tensors()  # the moments are made
+    trained.engine.optimizer_tensors()  # creates the moments
     take_step(trained.engine, pieces)
     trained.engine.drop_gathered()
     before = [(tensor, tensor.untyped_storage().data_ptr()) for tensor in live_tensors() if tensor.numel()]
     makes = tenants.Tenants(Config(memory=MemoryConfig(swap="vmm")), CPU)
-    makes._moves = True
     makes.optimizer("actor", trained.engine)
     makes.parameters("actor", trained.engine, is_aliased=False)
     new_places: dict[int, set[int]] = {}
@@ -230,30 +228,30 @@ def live_tensors() -> list[Tensor]:
 
 
 def test_the_bytes_of_each_tenant(tiny, world, pieces, pool):
-    """12 bytes a weight move as states, 2 as weights; DeepSpeed pads each of two groups to whole pairs."""
+    """12 bytes per weight move as optimizer, 2 as parameters; DeepSpeed pads each of two groups to pairs."""
     trained = make_moving(tiny, world, 2, "bfloat16")
     numel = sum(p.numel() for p in trained.engine.module.parameters())
     buffers = sum(buffer.nbytes for buffer in trained.engine.module.buffers())
-    assert trained.states.release() == pytest.approx(12 * numel, abs=96)
+    assert trained.optimizer.release() == pytest.approx(12 * numel, abs=96)
     assert trained.weights.release() == pytest.approx(2 * numel + buffers, abs=64)
     assert pool.regions.keys() == {
         *("actor_optimizer", "actor_optimizer scratch", "actor_parameters", "actor_parameters scratch")
     }
 
 
-def test_gradients_of_zero_1_are_dropped_and_return_as_zeros(tiny, world, pieces, pool):
+def test_gradients_of_zero_1_are_dropped_and_restored_as_zeros(tiny, world, pieces, pool):
     trained = make_moving(tiny, world, 1, "bfloat16")
     buffers = trained.engine.gradient_buffers()
     assert pool.regions["actor_optimizer scratch"].policy == "drop"
     assert sum(buffer.nbytes for buffer in buffers) >= 4 * sum(p.numel() for p in trained.engine.module.parameters())
     take_step(trained.engine, pieces)
-    trained.states.release()
+    trained.optimizer.release()
     assert all(buffer.isnan().all() for buffer in buffers)
-    trained.states.restore()
+    trained.optimizer.restore()
     assert all((buffer == 0).all() for buffer in buffers)
 
 
-def test_a_tenant_whose_scratch_finds_no_room_stays_released(tiny, world, pool):
+def test_a_tenant_without_room_for_its_scratch_remains_released(tiny, world, pool):
     tenant = PooledTenant(pool, "actor", [torch.ones(4)], scratch=[torch.ones(4)])
     tenant.release()
     for name in ("actor scratch", "actor"):
@@ -265,7 +263,7 @@ def test_a_tenant_whose_scratch_finds_no_room_stays_released(tiny, world, pool):
     assert tenant.restore() == 16
 
 
-def test_a_frozen_module_moves_out_once(pool):
+def test_a_frozen_module_is_copied_to_the_host_once(pool):
     module = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     num_bytes = sum(tensor.nbytes for tensor in [*module.parameters(), *module.buffers()])
@@ -280,12 +278,12 @@ def test_a_frozen_module_moves_out_once(pool):
     assert tenant.parameters()["0.weight"].data_ptr() == module[0].weight.data_ptr()
     assert tenant.release() == num_bytes  # it was written to
     assert (tenant.parameters()["0.weight"] == 2.0).all()
-    tenant.parameters()["0.weight"].fill_(5.0)  # as a checkpoint does that is read while the module is away
+    tenant.parameters()["0.weight"].fill_(5.0)  # like a checkpoint that is loaded while the module is released
     tenant.restore()
     assert (module[0].weight == 5.0).all()
 
 
-def test_the_manager_exchanges_what_leaves_for_what_enters(pool, tmp_path):
+def test_the_manager_exchanges_leaving_and_entering_tenants(pool, tmp_path):
     timeline = Timeline()
     manager = MemoryManager(RESIDENCY, CPU, timeline)
     tensors = {name: torch.full((4,), float(i)) for i, name in enumerate(("actor_optimizer", "critic_optimizer"))}
@@ -296,7 +294,7 @@ def test_the_manager_exchanges_what_leaves_for_what_enters(pool, tmp_path):
     for phase in (Phase.SCORE, Phase.UPDATE_CRITIC, Phase.UPDATE_ACTOR, Phase.SYNC, Phase.UPDATE_ACTOR):
         with manager.phase(phase):
             for name, tensor in tensors.items():
-                here = phase in RESIDENCY[name]
+                here = phase in RESIDENCY[name].phases
                 assert parts[name].is_resident == here and tensor.isnan().all() != here
     timeline.write(tmp_path / "timeline.json")
     written = (tmp_path / "timeline.json").read_text()
@@ -304,7 +302,7 @@ def test_the_manager_exchanges_what_leaves_for_what_enters(pool, tmp_path):
     assert tensors["actor_optimizer"].tolist() == [0.0] * 4
 
 
-def test_who_moves_is_decided_by_settings_and_device(tiny, world, monkeypatch):
+def test_settings_and_device_decide_which_tenants_move(tiny, world, monkeypatch):
     engine = make(tiny, world, 2, "bfloat16").engine
     offload = replace(Config(), memory=MemoryConfig(swap="deepspeed"))
     on_host = replace(offload, update=UpdateConfig(actor=OptimizerConfig(kind="cpu_adam")))
@@ -325,13 +323,13 @@ def test_who_moves_is_decided_by_settings_and_device(tiny, world, monkeypatch):
         assert type(makes.parameters("actor", engine, is_aliased=False)) is Resident
 
 
-def test_what_no_phase_sends_away_is_not_moved_into_the_pool(tiny, world, pool):
-    residency = {**RESIDENCY, **dict.fromkeys(("actor_optimizer", "actor_parameters", "reference"), frozenset(Phase))}
+def test_tenants_that_no_phase_releases_are_not_moved_into_the_pool(tiny, world, pool):
+    names = ("actor_optimizer", "actor_parameters", "reference")
+    residency = {**RESIDENCY, **{name: RESIDENCY[name].in_every_phase() for name in names}}
     manager = MemoryManager(residency, CPU, Timeline())
-    assert manager.stays == {"actor_optimizer", "actor_parameters", "reference"}
+    assert manager.always_resident == {"actor_optimizer", "actor_parameters", "reference"}
     engine, module = make(tiny, world, 2, "bfloat16").engine, torch.nn.Linear(2, 2)
-    makes = tenants.Tenants(Config(), CPU, stays=manager.stays)
-    makes._moves = True
+    makes = tenants.Tenants(Config(), CPU, always_resident=manager.always_resident)
     assert (
         type(makes.optimizer("actor", engine)) is type(makes.parameters("actor", engine, is_aliased=False)) is Resident
     )
@@ -339,19 +337,20 @@ def test_what_no_phase_sends_away_is_not_moved_into_the_pool(tiny, world, pool):
     assert type(makes.optimizer("critic", engine)) is PooledTenant and not makes.is_offloaded("critic")
 
 
-def test_shared_weights_stay(tiny, world, pool):
+def test_aliased_weights_are_always_resident(tiny, world, pool):
     engine = make(tiny, world, 2, "bfloat16").engine
     makes = tenants.Tenants(Config(), CPU)
     assert type(makes.parameters("actor", engine, is_aliased=True)) is Resident
     assert type(makes.parameters("actor", engine, is_aliased=False)) is PooledTenant
 
 
-def test_vmm_without_the_library_is_an_error_and_auto_says_what_serves(monkeypatch, caplog):
+def test_vmm_without_the_library_is_an_error_and_auto_names_the_replacement(monkeypatch, caplog):
     monkeypatch.setattr("hybrid_rl_kernels.vmm_pool.find_library", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match=r"memory.swap = vmm: libvmm_pool.so is not built; .*cmake -S"):
-        memory.choose_pool("vmm", CUDA)
+        memory_tenants.choose_pool("vmm", CUDA)
     with caplog.at_level(logging.WARNING):
-        assert memory.choose_pool("auto", CUDA) is None
-    assert "memory.swap = auto: DeepSpeed's offload moves the states, since libvmm_pool.so is not built" in caplog.text
-    assert memory.choose_pool("vmm", CPU) is memory.choose_pool("off", CUDA) is None
+        assert memory_tenants.choose_pool("auto", CUDA) is None
+    message = "memory.swap = auto: DeepSpeed's offload moves the optimizer, because libvmm_pool.so is not built"
+    assert message in caplog.text
+    assert memory_tenants.choose_pool("vmm", CPU) is memory_tenants.choose_pool("off", CUDA) is None

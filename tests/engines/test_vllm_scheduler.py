@@ -1,4 +1,4 @@
-"""What reaches the trainer of an engine's steps; the equality with vLLM's own sending is in e2e/test_alias.py."""
+"""The scheduler sends each response once; e2e/test_alias.py compares responses with those of vLLM's scheduler."""
 
 from collections import deque
 from types import SimpleNamespace as Fake
@@ -13,7 +13,7 @@ BLOCK = 16
 
 
 class Steps:
-    """In place of vLLM's scheduler: gives the outputs of the next step as they were written down."""
+    """In place of vLLM's scheduler: returns given outputs, step by step."""
 
     def __init__(self, steps, kv_cache_config):
         self.requests = {}
@@ -39,7 +39,7 @@ class Scheduler(WholeResponses, Steps):
 
 @pytest.fixture
 def make():
-    """Return a scheduler with the requests a and b, which give what is written for each step."""
+    """Return a function that makes a scheduler with the requests a and b, whose steps return the given outputs."""
 
     def scheduler(steps, stop=()):
         made = Scheduler(steps=steps, kv_cache_config=Fake(kv_cache_groups=[]))
@@ -51,7 +51,7 @@ def make():
 
 
 def step(scheduler, values):
-    """Take a step in which the model gave `b` and `a` these log-probs; return what would be sent."""
+    """Take a step in which `b` and `a` get these log-probs; return the outputs that would be sent."""
     rows = None if values is None else Fake(logprobs=np.array([[v, -9.0] for v in values], np.float32))
     found = scheduler.update_from_output(None, Fake(logprobs=rows, req_id_to_index={"b": 0, "a": 1}))
     return {
@@ -60,12 +60,12 @@ def step(scheduler, values):
     }
 
 
-def test_a_response_is_sent_once_with_all_its_tokens_and_their_logprobs(make):
+def test_a_response_is_sent_once_with_all_tokens_and_log_probs(make):
     scheduler = make([[("a", [7], None)], [("a", [8], None), ("b", [3], "stop")], [("a", [9], "length")]])
-    assert step(scheduler, [-1.0, -2.0]) == {}  # b is still in its prompt
+    assert step(scheduler, [-1.0, -2.0]) == {}  # b has no token yet
     assert step(scheduler, [-0.5, -3.0]) == {0: [("b", [3], {LOGPROBS: [-0.5]})]}
     assert step(scheduler, [-4.0, -0.25]) == {0: [("a", [7, 8, 9], {LOGPROBS: [-2.0, -3.0, -0.25]})]}
-    assert scheduler.seen is None  # vLLM cuts no arrays
+    assert scheduler.seen is None  # vLLM has no arrays to split by request
 
 
 def test_greedy_responses_have_no_logprobs(make):
@@ -80,7 +80,7 @@ def test_with_stop_strings_every_token_is_sent_at_once(make):
     assert scheduler.seen.logprobs.shape == (2, 2)
 
 
-def test_nothing_is_kept_of_requests_that_were_aborted(make):
+def test_tokens_of_aborted_requests_are_dropped(make):
     scheduler = make([[("a", [7], None)], []])
     assert step(scheduler, [-1.0, -2.0]) == {}
     scheduler.requests.clear()
@@ -89,7 +89,7 @@ def test_nothing_is_kept_of_requests_that_were_aborted(make):
 
 
 def start_scheduler(tiny, monkeypatch, kind, *, num_blocks, prefix_caching):
-    """Return vLLM's own scheduler or ours, without an engine around it."""
+    """Return vLLM's scheduler or hybrid_rl's, without an engine around it."""
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -105,7 +105,7 @@ def start_scheduler(tiny, monkeypatch, kind, *, num_blocks, prefix_caching):
         enable_prefix_caching=prefix_caching,
         enforce_eager=True,
     ).create_engine_config()
-    config.scheduler_config.async_scheduling = True  # off where vLLM is made for CPUs
+    config.scheduler_config.async_scheduling = True  # off in vLLM for CPUs
     config.cache_config.num_gpu_blocks = num_blocks
     layers = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
     groups = [KVCacheGroupSpec(["layer"], layers)]
@@ -136,7 +136,7 @@ def add_requests(scheduler, prompts):
 
 
 def run(scheduler):
-    """Run all requests to their end, one step ahead of its results as an engine does; return what each step was given.
+    """Run all requests to their end, scheduling one step ahead of the results like an engine.
 
     Returns:
         Tokens and new blocks by request for each step, and the tokens of each response.
@@ -169,7 +169,7 @@ def run(scheduler):
 
 @pytest.mark.parametrize("num_blocks, prefix_caching", [(100, True), (100, False), (12, False)], ids=str)
 def test_sequences_get_the_same_tokens_and_blocks_in_every_step(tiny, monkeypatch, num_blocks, prefix_caching):
-    """Prompts that share a block, that end inside of one or at its end; 12 blocks are too few for all."""
+    """Prompts with a common block, and prompts that end inside a block or at its end; 12 blocks are too few for all."""
     shared = list(range(2, 2 + BLOCK))
     prompts = [shared, [*shared, 3], [*shared, 3, 4], [9] * (BLOCK - 1), [7] * 24, [8]]
     found = {}

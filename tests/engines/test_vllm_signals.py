@@ -16,7 +16,7 @@ import torch
 from hybrid_rl.config import RolloutConfig
 from hybrid_rl.engines.vllm.engine import VllmEngine
 
-MAX_CLOSE_S = 15.0  # seconds; an engine that misses the signal is killed after 60
+MAX_CLOSE_S = 30.0  # seconds, for a machine with other work too; an engine that misses the signal is killed after 60
 
 # The structure of vLLM's engine process: the handler sets an event, a thread puts an item into the queue, and the main
 # thread waits for the queue. Here another thread receives the signal while the main thread waits.
@@ -89,8 +89,8 @@ def test_engines_end_at_once_on_busy_cores(tiny, monkeypatch):
                 monkeypatch.setattr(process, "terminate", lambda p=process, t=thread: signal_thread(p, t))
             start = time.monotonic()
             engine.close()
+            assert process.exitcode == 0  # not killed
             assert time.monotonic() - start < MAX_CLOSE_S
-            assert not psutil.pid_exists(process.pid)
     finally:
         for program in busy:
             program.kill()

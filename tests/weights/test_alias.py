@@ -1,4 +1,4 @@
-"""DeepSpeed steps in the shared buffer, bit for bit as in its own, and whoever moves a weight out of it is found."""
+"""DeepSpeed steps in the alias buffer bit for bit as in its own memory; a weight moved out of the buffer is named."""
 
 import sys
 from pathlib import Path
@@ -56,11 +56,11 @@ CASES += [(1, "bfloat16", "adamw"), (2, "bfloat16", "adamw"), (1, "bfloat16", "c
 
 
 @pytest.mark.parametrize("stage, dtype, kind", CASES)
-def test_steps_are_those_without_the_buffer_and_are_seen_through_it(tiny, world, stage, dtype, kind):
+def test_steps_equal_those_without_the_buffer_and_show_through_it(tiny, world, stage, dtype, kind):
     trainer, alias_buffer = make(tiny, world, stage=stage, dtype=dtype, kind=kind)
     plain, _ = make(tiny, world, stage=stage, dtype=dtype, kind=kind, is_aliased=False)
     aliased = alias_buffer.export()
-    seen = open_ipc_bucket(aliased.handle, CPU)  # a mapping of its own, as another process has it
+    seen = open_ipc_bucket(aliased.handle, CPU)  # a second mapping, like that of another process
     before = weights(trainer)
     assert [step(trainer) for _ in range(3)] == [step(plain) for _ in range(3)]
     expected = weights(plain)
@@ -71,14 +71,14 @@ def test_steps_are_those_without_the_buffer_and_are_seen_through_it(tiny, world,
     alias_buffer.unlink()
 
 
-def test_buffer_has_no_second_copy(tiny, world):
+def test_deepspeed_keeps_no_second_copy_of_the_weights(tiny, world):
     trainer, alias_buffer = make(tiny, world, stage=2, dtype="bfloat16")
-    mine = {group.untyped_storage().data_ptr() for group in trainer._engine.optimizer.bit16_groups_flat}
-    assert mine == {alias_buffer.ordered()[0].untyped_storage().data_ptr()}
+    flat = {group.untyped_storage().data_ptr() for group in trainer.wrapped.optimizer.bit16_groups_flat}
+    assert flat == {alias_buffer.ordered()[0].untyped_storage().data_ptr()}
     alias_buffer.unlink()
 
 
-def test_weight_that_was_moved_is_named(tiny, world):
+def test_a_moved_weight_is_named(tiny, world):
     trainer, alias_buffer = make(tiny, world, stage=2, dtype="float32")
     name = "model.layers.1.mlp.up_proj.weight"
     parameter = trainer.model.get_parameter(name)
@@ -87,7 +87,7 @@ def test_weight_that_was_moved_is_named(tiny, world):
     alias_buffer.unlink()
 
 
-def test_deepspeed_that_copies_is_an_error(tiny, world, monkeypatch):
+def test_a_deepspeed_version_that_copies_is_an_error(tiny, world, monkeypatch):
     actor = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
     alias_buffer = AliasBuffer(actor.model, world)
     alias_buffer.unlink()
@@ -98,7 +98,7 @@ def test_deepspeed_that_copies_is_an_error(tiny, world, monkeypatch):
         actor.model.model.embed_tokens.weight.data = actor.model.model.embed_tokens.weight.data.clone()
 
 
-def test_neighbours_in_another_order_are_an_error(tiny, world):
+def test_tensors_in_another_order_are_an_error(tiny, world):
     actor = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
     alias_buffer = AliasBuffer(actor.model, world)
     alias_buffer.unlink()
@@ -114,15 +114,15 @@ def ranks(on_two_ranks):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_ranks_gather_into_their_buffers(ranks, stage):
+def test_two_ranks_gather_into_their_buffers(ranks, stage):
     for rank in (rank[stage] for rank in ranks):
         assert rank["moved"] == []
-        assert all(torch.equal(weight, ranks[0][stage]["shared"][name]) for name, weight in rank["shared"].items())
-        assert all(torch.equal(weight, rank["plain"][name]) for name, weight in rank["shared"].items())
+        assert all(torch.equal(weight, ranks[0][stage]["aliased"][name]) for name, weight in rank["aliased"].items())
+        assert all(torch.equal(weight, rank["plain"][name]) for name, weight in rank["aliased"].items())
 
 
-def learn(tiny: Path, world: World, stage: int) -> dict:
-    """Take two steps with the buffer and without, as one of two ranks."""
+def train(tiny: Path, world: World, stage: int) -> dict:
+    """Take two steps with the buffer and without it, as one of two ranks."""
     trainer, alias_buffer = make(tiny, world, stage=stage, dtype="float32")
     plain, _ = make(tiny, world, stage=stage, dtype="float32", is_aliased=False)
     for _ in range(2):
@@ -130,14 +130,14 @@ def learn(tiny: Path, world: World, stage: int) -> dict:
         step(plain)
     seen = open_ipc_bucket(alias_buffer.export().handle, CPU)
     alias_buffer.unlink()
-    shared = {slot.name: slot.view(seen).clone() for slot in alias_buffer.slots}
-    return {"shared": shared, "plain": weights(plain), "moved": alias_buffer.moved()}
+    aliased = {slot.name: slot.view(seen).clone() for slot in alias_buffer.slots}
+    return {"aliased": aliased, "plain": weights(plain), "moved": alias_buffer.moved()}
 
 
 def main() -> None:
     folder, tiny = map(Path, sys.argv[1:])
     world = join_world()
-    torch.save({stage: learn(tiny, world, stage) for stage in (0, 1, 2)}, folder / f"rank{world.rank}.pt")
+    torch.save({stage: train(tiny, world, stage) for stage in (0, 1, 2)}, folder / f"rank{world.rank}.pt")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""vLLM's own models bound to the trainer's buffer: every known architecture, tied or not, any vocabulary."""
+"""vLLM's models alias the trainer's buffer: every known architecture, tied or not, with any vocabulary."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from hybrid_rl.weights.routes import Routes
 ROOT = Path(__file__).parents[2]
 ROWS = {"q_proj": 64, "k_proj": 32, "v_proj": 32}
 
-# vLLM keeps its settings per process and prints much; so its models are built in one of their own.
+# vLLM keeps settings per process and prints much, so its models are built in a separate process.
 LOADER = """
 import base64, json, pickle, sys
 import torch, transformers
@@ -31,7 +31,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
 
 if not torch.cuda.is_available():
-    torch.accelerator.empty_cache = lambda: None  # as vLLM's worker on a CPU has it
+    torch.accelerator.empty_cache = lambda: None  # as in vLLM's worker on a CPU
 world, found, is_first = join_world(), {}, True
 for family in sys.argv[2:]:
     for tied in (True, False):
@@ -58,7 +58,7 @@ for family in sys.argv[2:]:
                 engine = get_model(vllm_config=settings)
             alias_buffer.unlink()
             names = [slot.name for slot in alias_buffer.slots]
-            with torch.no_grad():  # after the binding: nothing is copied any more
+            with torch.no_grad():  # after the parameters became aliases: nothing is copied from here on
                 for i, parameter in enumerate(alias_buffer.ordered()):
                     parameter.view(-1)[-1] += i + 1
             held = engine.hybrid_routes.checksums(names)
@@ -70,8 +70,8 @@ print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def bound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
-    """What the loader made of each model."""
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+    """Results of the loader for each model."""
     families = sorted(name.removesuffix("ForCausalLM") for name in KNOWN)
     ended = subprocess.run(
         [sys.executable, "-c", LOADER, str(tmp_path_factory.mktemp("models")), *families],
@@ -85,17 +85,16 @@ def bound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("vocab", [39, 128])  # vLLM pads the first to 64 rows
+@pytest.mark.parametrize("vocab", [39, 128])  # vLLM pads 39 to 64 rows
 @pytest.mark.parametrize("family, num_tensors", [("Llama", 20), ("Mistral", 20), ("Qwen2", 26), ("Qwen3", 24)])
-def test_models_of_vllm_compute_in_the_trainers_buffer(bound, family, num_tensors, vocab, tied):
-    found = bound[f"{family} {tied} {vocab}"]
+def test_models_of_vllm_alias_the_trainers_buffer(loaded, family, num_tensors, vocab, tied):
+    found = loaded[f"{family} {tied} {vocab}"]
     assert found["same"] and found["tensors"] == num_tensors + (not tied)
-    # Another mapping of the same memory, as the trainer's own process is not where an engine lives.
-    assert found["elsewhere"] > 0
+    assert found["elsewhere"] > 0  # they are in another mapping of the same memory
 
 
 class Fused(torch.nn.Module):
-    """A layer that fuses q, k and v as vLLM's do: by rows, in that order."""
+    """A layer that fuses q, k and v like vLLM's layers: by rows, in that order."""
 
     num_embeddings_padded = 0
 
@@ -113,12 +112,12 @@ class Fused(torch.nn.Module):
             rows.copy_(tensor.t() if self.transposed else tensor)
 
 
-def lay_down(slots: list[Slot]) -> torch.Tensor:
+def make_bucket(slots: list[Slot]) -> torch.Tensor:
     return torch.zeros(alias_bytes(slots, num_ranks=1), dtype=torch.uint8)
 
 
-def record(model: Fused, slots: list[Slot]) -> Routes:
-    routes = Routes(model, lay_down(slots))
+def record(model: Fused, slots: list[Slot], bucket: torch.Tensor | None = None) -> Routes:
+    routes = Routes(model, make_bucket(slots) if bucket is None else bucket)
     for slot in slots:
         routes.record(slot, copies=False)
     return routes
@@ -127,17 +126,18 @@ def record(model: Fused, slots: list[Slot]) -> Routes:
 SHAPES = [(f"{name}.weight", (rows, 16), torch.float32) for name, rows in ROWS.items()]
 
 
-def test_binding_copies_nothing_and_follows():
+def test_aliases_copy_nothing_and_follow_the_bucket():
     model, slots = Fused(), alias_slots(SHAPES, num_ranks=1)
     before = model.qkv_proj.weight.data.clone()
-    routes = record(model, slots)
+    bucket = make_bucket(slots)
+    routes = record(model, slots, bucket)
     assert torch.equal(model.qkv_proj.weight, before)
     routes.alias()
-    slots[1].view(routes._bucket)[3, 4] = 7.0
+    slots[1].view(bucket)[3, 4] = 7.0
     assert model.qkv_proj.weight[ROWS["q_proj"] + 3, 4] == 7.0 and model.qkv_proj.weight.count_nonzero() == 1
 
 
-def test_tensors_in_another_order_cannot_be_bound():
+def test_tensors_in_another_order_cannot_be_aliased():
     slots = alias_slots(SHAPES, num_ranks=1)
     swapped = [
         Slot(name=n, shape=slots[i].shape, dtype=slots[i].dtype, offset=slots[i].offset)
@@ -149,22 +149,22 @@ def test_tensors_in_another_order_cannot_be_bound():
         record(Fused(), swapped).alias()
 
 
-def test_transposed_tensors_cannot_be_bound():
+def test_transposed_tensors_cannot_be_aliased():
     slots = alias_slots([(name, shape[::-1], dtype) for name, shape, dtype in SHAPES], num_ranks=1)
     with pytest.raises(RuntimeError, match=r"q_proj\.weight does not lie in the trainer"):
         record(Fused(transposed=True), slots).alias()
 
 
-def test_missing_tensor_is_named():
+def test_a_missing_tensor_is_named():
     with pytest.raises(RuntimeError, match=r"engine parameter qkv_proj\.weight: 1536 of 2048 elements come"):
         record(Fused(), alias_slots(SHAPES, num_ranks=1)[:2]).alias()
 
 
-def test_parameter_that_was_replaced_fails_the_proof():
-    """Checksums are of what the model computes with now, and not of what was bound."""
+def test_a_parameter_that_was_replaced_fails_the_verification():
+    """Checksums read the parameters that the model computes with, not those that were aliased."""
     model = Fused()
     routes = record(model, alias_slots(SHAPES, num_ranks=1))
     routes.alias()
-    bound = routes.checksums(["k_proj.weight"])
+    before = routes.checksums(["k_proj.weight"])
     model.qkv_proj.weight = torch.nn.Parameter(model.qkv_proj.weight + 1, requires_grad=False)
-    assert routes.checksums(["k_proj.weight"]) != bound
+    assert routes.checksums(["k_proj.weight"]) != before

@@ -1,4 +1,4 @@
-"""Where the weights of Llama and Qwen2 lie in the shared buffer, worked out by hand; the rules that forbid sharing."""
+"""Layout of the alias buffer for Llama and Qwen2, computed by hand, and the reasons against an alias."""
 
 import pytest
 import torch
@@ -32,23 +32,23 @@ QWEN2 = [
 
 
 def test_llama_by_hand():
-    """Matrices of 16-byte rows one behind the other; room for two elements a rank; vectors at a multiple of 256."""
+    """Matrices with rows of 16 bytes follow each other; two elements of padding per rank; vectors start at 256 k."""
     slots = alias_slots(LLAMA, num_ranks=2)
     rows = [100, 8, 4, 4, 8, 6, 6, 6]  # o_proj has 4 rows of 32 bytes, down_proj 4 of 24
     assert [slot.offset for slot in slots[:8]] == [16 * sum(rows[:i]) for i in range(8)]
-    assert sum(rows) * 16 == 2272  # and 16 bytes of room: 2288, so that the vectors begin at 2304
+    assert sum(rows) * 16 == 2272  # with 16 bytes of padding 2288, so the vectors begin at 2304
     assert [(slot.name, slot.offset) for slot in slots[8:]] == [("0.norm.weight", 2304), ("norm.weight", 2320)]
     assert alias_bytes(slots, num_ranks=2) == 4096  # o_proj, at 1856, with 64 rows of 32 bytes: 3904, rounded up
 
 
 def test_qwen2_by_hand():
-    """Biases lie one behind the other too, among the vectors; the head's rows are rounded up to 128."""
+    """Biases of fused layers are adjacent too, among the vectors; the rows of the head are rounded up to 128."""
     slots = alias_slots(QWEN2, num_ranks=1)
     assert [(slot.name, slot.offset) for slot in slots] == [
         ("0.q_proj.weight", 0),
         ("0.k_proj.weight", 128),
         ("0.v_proj.weight", 256),
-        ("lm_head.weight", 384),  # 65 rows of 16 bytes: to 1424, and 4 bytes of room
+        ("lm_head.weight", 384),  # 65 rows of 16 bytes end at 1424, then 4 bytes of padding
         ("0.q_proj.bias", 1536),
         ("0.k_proj.bias", 1552),
         ("0.v_proj.bias", 1568),
@@ -68,11 +68,11 @@ def test_qwen2_by_hand():
         (["norm", "my_q_proj.weight"], ["norm", "my_q_proj.weight"]),
     ],
 )
-def test_what_the_engine_fuses_is_drawn_together(names, expected):
+def test_weights_that_the_engine_fuses_are_adjacent(names, expected):
     assert engine_order(names) == expected
 
 
-def test_sharing_is_allowed_for_the_known_architectures():
+def test_known_architectures_can_be_aliased():
     for architecture in KNOWN:
         assert why_not_alias(Config(), architecture=architecture, tensors=LLAMA) is None
     for stage in (0, 1, 2):
@@ -91,6 +91,6 @@ def test_sharing_is_allowed_for_the_known_architectures():
         (Config(), "LlamaForCausalLM", [("a", (3, 3), F32), *LLAMA], "embed would begin at byte 36"),
     ],
 )
-def test_each_rule_that_forbids_sharing_is_named(config, architecture, tensors, rule):
-    said = why_not_alias(config, architecture=architecture, tensors=tensors)
-    assert said is not None and rule in said
+def test_each_reason_against_an_alias_is_named(config, architecture, tensors, rule):
+    reason = why_not_alias(config, architecture=architecture, tensors=tensors)
+    assert reason is not None and rule in reason

@@ -1,4 +1,4 @@
-"""Tensors that an engine rearranges while it loads them, on a small model with load_weights as vLLM's have."""
+"""Routes of tensors that an engine rearranges while it loads them, on a small model with load_weights."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ HEADS, SIZE, HIDDEN = 2, 2, 3
 
 
 class Attention(nn.Module):
-    """Takes a projection whose heads hold q, k and v each, and keeps all q, then all k, then all v."""
+    """Loads a projection in which each head has its q, k and v, and stores all q, then all k, then all v."""
 
     def __init__(self, doubled: bool = False) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Attention(nn.Module):
     def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
         for _, weight in weights:
             sorted_heads = weight.view(HEADS, 3, SIZE, HIDDEN).transpose(0, 1).reshape(weight.shape)
-            for part in range(3):  # as vLLM does, q, k and v one after the other
+            for part in range(3):  # q, k and v separately, like vLLM
                 rows = slice(part * HEADS * SIZE, (part + 1) * HEADS * SIZE)
                 self.qkv[rows].copy_((2 * sorted_heads if self.doubled else sorted_heads)[rows])
 
@@ -33,13 +33,13 @@ def make(model: Attention) -> tuple[Tensor, Routes, Slot]:
     return slot.view(bucket), Routes(model, bucket), slot
 
 
-def test_a_rearranged_tensor_is_copied_again_without_the_models_code():
+def test_the_copy_of_a_rearranged_tensor_is_repeated_without_the_models_code():
     model = Attention()
     weight, routes, slot = make(model)
     weight.copy_(torch.arange(weight.numel()).view(weight.shape))
     routes.record(slot, copies=True)
     routes.check_complete()
-    # Rows of head 0: q 0 1, k 2 3, v 4 5; of head 1: q 6 7 and so on. A row starts at three times its number.
+    # Rows of head 0: q 0 1, k 2 3, v 4 5; of head 1: q 6 7 and so on. The first element of row n is 3 n.
     assert model.qkv[:, 0].tolist() == [3 * row for row in (0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11)]
     wanted = -model.qkv.clone()
     weight.neg_()
@@ -48,21 +48,20 @@ def test_a_rearranged_tensor_is_copied_again_without_the_models_code():
     assert torch.equal(model.qkv, wanted)
 
 
-def test_the_checksum_is_of_the_trainers_tensor_in_the_engines_order():
+def test_each_checksum_belongs_to_a_slice_of_the_trainers_tensor():
     model = Attention()
     weight, routes, slot = make(model)
     weight.copy_(torch.randn(weight.shape))
     routes.record(slot, copies=True)
     before = routes.checksums(["qkv"])["qkv"]
-    for part, (region, _) in enumerate(before):
-        size, stride, offset = region
+    for part, ((size, stride, offset), _) in enumerate(before):
         sent = weight.flatten().as_strided(size, stride, weight.storage_offset() + offset)
         assert torch.equal(sent.reshape(HEADS * SIZE, HIDDEN), model.qkv[4 * part : 4 * part + 4])
     model.qkv[5, 1] += 1
     assert [a == b for a, b in zip(before, routes.checksums(["qkv"])["qkv"], strict=True)] == [True, False, True]
 
 
-def test_a_rearranged_tensor_cannot_be_shared_in_place():
+def test_a_rearranged_tensor_cannot_be_aliased():
     weight, routes, slot = make(Attention())
     weight.copy_(torch.randn(weight.shape))
     routes.record(slot, copies=False)
@@ -70,7 +69,7 @@ def test_a_rearranged_tensor_cannot_be_shared_in_place():
         routes.alias()
 
 
-def test_a_tensor_that_is_computed_with_is_refused():
+def test_a_tensor_that_the_model_computes_with_is_refused():
     weight, routes, slot = make(Attention(doubled=True))
     weight.copy_(torch.randn(weight.shape))
     with pytest.raises(RuntimeError, match="qkv: this vLLM model transforms it"):

@@ -1,4 +1,4 @@
-"""The hand-over and its proof: every way in which the engine could go on with other weights is found, by name."""
+"""Weight sync and its verification find every way in which the engine could keep other weights, by name."""
 
 import math
 import re
@@ -17,7 +17,8 @@ from hybrid_rl.monitoring.timeline import Timeline
 from hybrid_rl.weights.alias import AliasBuffer
 from hybrid_rl.weights.bucket import AliasedWeights, open_ipc_bucket
 from hybrid_rl.weights.checksum import checksum
-from hybrid_rl.weights.sync import AliasSync, CopySync, SyncError
+from hybrid_rl.weights.sync import AliasSync, CopySync
+from hybrid_rl.weights.verify import SyncError
 
 CPU = torch.device("cpu")
 VICTIM = "model.layers.1.mlp.up_proj.weight"
@@ -36,11 +37,11 @@ def trainer(request, tiny: Path, world: World) -> DeepSpeedEngine:
 
 
 class Engine(HuggingFaceEngine):
-    """The oracle, started with other weights than the trainer's, which writes down what it is told."""
+    """Hugging Face engine that starts with other weights than the trainer's and records its calls."""
 
     def __init__(self, model: Path, **aliased: AliasedWeights) -> None:
         super().__init__(str(model), dtype=torch.float32, device=CPU, **aliased)
-        for parameter in self._parameters.values() if not aliased else []:
+        for parameter in self.parameters.values() if not aliased else []:
             parameter.mul_(0.5)
         self.calls: list[str] = []
         self.bucket_nbytes = 0
@@ -52,7 +53,7 @@ class Engine(HuggingFaceEngine):
         super().open_bucket(handle, plan)
 
     def load_bucket(self, index):
-        self.calls.append(f"receive {index}")
+        self.calls.append(f"load {index}")
         super().load_bucket(index)
 
     def finish_sync(self):
@@ -66,8 +67,8 @@ class Engine(HuggingFaceEngine):
 
 
 @pytest.fixture
-def sharing(tiny: Path, world: World) -> tuple[DeepSpeedEngine, Engine, AliasSync]:
-    """A trainer and an engine that computes with its weights."""
+def aliasing(tiny: Path, world: World) -> tuple[DeepSpeedEngine, Engine, AliasSync]:
+    """A trainer and an engine that aliases its weights."""
     actor = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
     alias_buffer = AliasBuffer(actor.model, world)
     engine = Engine(tiny / "policy", aliased=alias_buffer.export())
@@ -89,7 +90,7 @@ def same_weights(trainer: DeepSpeedEngine, engine: Engine) -> bool:
         return all(checksum(tensors[name]) == held[name][0][1] for name in names)
 
 
-def test_engine_runs_the_trainers_weights(tiny, trainer, train_step):
+def test_the_engine_runs_the_trainers_weights(tiny, trainer, train_step):
     engine = Engine(tiny / "policy")
     sync = make_sync(trainer, engine)
     assert not same_weights(trainer, engine)
@@ -109,11 +110,11 @@ def test_engine_runs_the_trainers_weights(tiny, trainer, train_step):
 
 def test_tied_head_is_not_sent_and_follows_the_embedding(tiny, trainer):
     engine = Engine(tiny / "policy")
-    make_sync(trainer, engine, cap=2 * 8192).sync()  # no tensor is larger than a half, so their order stays
+    make_sync(trainer, engine, cap=2 * 8192).sync()  # no tensor is larger than a half, so the order is kept
     sent = [name for bucket in engine.names for name in bucket]
     assert sent == [name for name, _, _ in trainer.named_shapes()]
     assert "lm_head.weight" not in sent and "model.embed_tokens.weight" in sent
-    head, embedding = engine._model.lm_head.weight, engine._model.model.embed_tokens.weight
+    head, embedding = engine.model.lm_head.weight, engine.model.model.embed_tokens.weight
     assert head.data_ptr() == embedding.data_ptr()
 
 
@@ -121,7 +122,7 @@ def test_tied_head_is_not_sent_and_follows_the_embedding(tiny, trainer):
     "cap, most",
     [(1, 2 * 8192), (2048, 2 * 8192), (10_000, 2 * 8192), (2 * 8192, 2 * 8192), (1 << 30, 1 << 30)],
 )
-def test_bytes_in_flight_stay_below_the_cap_but_for_a_tensor_larger_than_its_half(tiny, trainer, cap, most):
+def test_the_buffer_stays_below_the_cap_except_for_a_tensor_larger_than_its_half(tiny, trainer, cap, most):
     engine = Engine(tiny / "policy")
     sync = make_sync(trainer, engine, cap=cap)
     assert max(4 * math.prod(shape) for _, shape, _ in trainer.named_shapes()) == 8192
@@ -132,7 +133,7 @@ def test_bytes_in_flight_stay_below_the_cap_but_for_a_tensor_larger_than_its_hal
 
 
 class CopiesLate(Engine):
-    """Copies a bucket as late as it may: in the next call."""
+    """Copies a bucket as late as the protocol allows, in the next call."""
 
     def __init__(self, model: Path) -> None:
         super().__init__(model)
@@ -161,29 +162,29 @@ def test_no_bucket_is_overwritten_before_it_is_copied(tiny, trainer, train_step)
     assert engine.calls.count("finish") == 2 and len(engine.names) > 3
 
 
-def test_order_of_a_sync(tiny, trainer):
+def test_a_sync_loads_all_buckets_then_finishes_then_verifies(tiny, trainer):
     engine = Engine(tiny / "policy")
     make_sync(trainer, engine).sync()
-    receives = [f"receive {i}" for i in range(len(engine.names))]
-    assert len(receives) > 3
-    assert engine.calls == ["open", *receives, "finish", "checksums"]
+    loads = [f"load {i}" for i in range(len(engine.names))]
+    assert len(loads) > 3
+    assert engine.calls == ["open", *loads, "finish", "checksums"]
 
 
-def test_rotation_covers_every_tensor(tiny, trainer):
+def test_the_rotation_covers_every_tensor_equally(tiny, trainer):
     engine = Engine(tiny / "policy")
     sync = make_sync(trainer, engine, num_verified=7)
     sync.sync()
     names = [name for name, _, _ in trainer.named_shapes()]
     assert engine.verified == names and len(names) == 20
     seen = []
-    for _ in range(20):  # 20 pushes of 7 are 7 whole rounds
+    for _ in range(20):  # 20 weight syncs with 7 tensors each verify all 20 tensors 7 times
         assert sync.sync().num_verified == 7
         assert len(set(engine.verified)) == 7
         seen += engine.verified
     assert {name: seen.count(name) for name in names} == dict.fromkeys(names, 7)
 
 
-def test_more_verified_than_there_are(tiny, trainer):
+def test_no_more_tensors_are_verified_than_there_are(tiny, trainer):
     engine = Engine(tiny / "policy")
     sync = make_sync(trainer, engine, num_verified=1000)
     assert [sync.sync().num_verified for _ in range(2)] == [20, 20]
@@ -198,36 +199,36 @@ class DropsOne(Engine):
 
 
 class KeepsOneStale(Engine):
-    """From the second hand-over on, one tensor keeps its old values."""
+    """From the second weight sync on, one tensor keeps its old values."""
 
     def load_bucket(self, index):
-        before = self._parameters[VICTIM].clone()
+        before = self.parameters[VICTIM].clone()
         super().load_bucket(index)
         if self.weights_version > 0:
-            self._parameters[VICTIM].copy_(before)
+            self.parameters[VICTIM].copy_(before)
 
 
 class CorruptsOneElement(Engine):
-    """The last bit of one element flips on the way."""
+    """The last bit of one element flips in the copy."""
 
     def load_bucket(self, index):
         super().load_bucket(index)
         if VICTIM in self.names[index]:
-            self._parameters[VICTIM].view(torch.int32)[3, 4] ^= 1
+            self.parameters[VICTIM].view(torch.int32)[3, 4] ^= 1
 
 
 class SwapsTwoElements(Engine):
-    """Two elements change places, which no sum of values sees."""
+    """Two elements swap places, which a sum of the values would not detect."""
 
     def load_bucket(self, index):
         super().load_bucket(index)
         if VICTIM in self.names[index]:
-            flat = self._parameters[VICTIM].view(-1)
+            flat = self.parameters[VICTIM].view(-1)
             flat[[10, 20]] = flat[[20, 10]]
 
 
 class DoesNotCount(Engine):
-    """Acknowledges a hand-over without counting it."""
+    """Finishes a weight sync without counting it."""
 
     def finish_sync(self):
         super().finish_sync()
@@ -235,7 +236,7 @@ class DoesNotCount(Engine):
 
 
 class CountsTwice(Engine):
-    """Counts a hand-over that nobody made."""
+    """Counts a weight sync that did not happen."""
 
     def finish_sync(self):
         super().finish_sync()
@@ -243,7 +244,7 @@ class CountsTwice(Engine):
 
 
 def test_dropped_tensor_is_named(tiny, trainer):
-    # The engine's own words, or the proof's; in both the name.
+    # Either the engine or the verification raises; both name the tensor.
     with pytest.raises(RuntimeError, match=re.escape(VICTIM)):
         make_sync(trainer, DropsOne(tiny / "policy")).sync()
 
@@ -264,8 +265,8 @@ def test_stale_tensor_is_named_within_one_rotation(tiny, trainer, train_step):
 
 
 @pytest.mark.parametrize("fault, counted", [(DoesNotCount, 0), (CountsTwice, 2)])
-def test_wrong_count_of_hand_overs(tiny, trainer, fault, counted):
-    with pytest.raises(SyncError, match=f"engine counts hand-over {counted}, expected 1"):
+def test_a_wrong_count_of_weight_syncs_is_an_error(tiny, trainer, fault, counted):
+    with pytest.raises(SyncError, match=f"engine counts weight sync {counted}, expected 1"):
         make_sync(trainer, fault(tiny / "policy")).sync()
 
 
@@ -280,56 +281,56 @@ def test_trainer_weight_that_is_not_finite_is_named(tiny, world, value):
 
 def test_tensor_that_the_engine_lacks_is_named(tiny, trainer):
     engine = Engine(tiny / "policy")
-    del engine._parameters[VICTIM]
+    del engine.parameters[VICTIM]
     with pytest.raises(RuntimeError, match=re.escape(f"no engine parameter takes these trainer tensors: {VICTIM}")):
         make_sync(trainer, engine).sync()
 
 
 def test_engine_parameter_without_a_source_is_named(tiny, trainer):
     engine = Engine(tiny / "policy")
-    engine._parameters["model.extra.weight"] = torch.ones(3)
+    engine.parameters["model.extra.weight"] = torch.ones(3)
     with pytest.raises(RuntimeError, match=r"engine parameter model\.extra\.weight: nothing comes from the trainer"):
         make_sync(trainer, engine).sync()
 
 
-# The engine that shares
+# Alias
 
 
-def test_engine_that_shares_follows_without_a_sync(sharing, train_step):
-    trainer, engine, sync = sharing
+def test_an_aliasing_engine_follows_without_copies(aliasing, train_step):
+    trainer, engine, sync = aliasing
     with pytest.raises(RuntimeError, match="sync the trainer's first"):
         engine.generate([[5, 9]], Sampling(temperature=0.0, max_tokens=3, stop_token_ids=()), None)
-    before = [p.clone() for p in engine._parameters.values()]
+    before = [p.clone() for p in engine.parameters.values()]
     report = sync.sync()
     assert (report.version, report.num_bytes, report.num_verified) == (1, 0, 20)
     train_step(trainer)
     assert same_weights(trainer, engine)
-    assert all(not torch.equal(p, old) for p, old in zip(engine._parameters.values(), before, strict=True))
+    assert all(not torch.equal(p, old) for p, old in zip(engine.parameters.values(), before, strict=True))
     assert sync.sync().num_verified == 7
     assert engine.calls == ["finish", "checksums", "checksums", "finish", "checksums"]
 
 
-def test_tied_head_is_shared_once(sharing):
-    _, engine, _ = sharing
-    head, embedding = engine._model.lm_head.weight, engine._model.model.embed_tokens.weight
+def test_a_tied_head_is_aliased_once(aliasing):
+    _, engine, _ = aliasing
+    head, embedding = engine.model.lm_head.weight, engine.model.model.embed_tokens.weight
     assert head.data_ptr() == embedding.data_ptr()
 
 
-def test_weight_that_left_the_buffer_is_named(sharing):
-    trainer, _, sync = sharing
+def test_weight_that_left_the_buffer_is_named(aliasing):
+    trainer, _, sync = aliasing
     sync.sync()
     parameter = trainer.model.get_parameter(VICTIM)
     parameter.data = parameter.data.clone()
     with pytest.raises(
-        SyncError, match=re.escape(f"trainer tensor {VICTIM} has left the buffer that the engine shares")
+        SyncError, match=re.escape(f"trainer tensor {VICTIM} has left the buffer that the engine aliases")
     ):
         sync.sync()
 
 
-def test_engine_that_turned_to_a_copy_is_named_within_one_rotation(sharing, train_step):
-    trainer, engine, sync = sharing
+def test_an_engine_with_a_copy_instead_of_an_alias_is_named_within_one_rotation(aliasing, train_step):
+    trainer, engine, sync = aliasing
     sync.sync()
-    engine._parameters[VICTIM].data = engine._parameters[VICTIM].data.clone()
+    engine.parameters[VICTIM].data = engine.parameters[VICTIM].data.clone()
     train_step(trainer)
     with pytest.raises(SyncError, match=re.escape(f"tensor {VICTIM} differs")):
         for _ in range(3):  # 20 tensors, 7 at a time

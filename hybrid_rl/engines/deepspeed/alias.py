@@ -1,4 +1,4 @@
-"""Makes DeepSpeed step on the alias buffer instead of on a flat copy of its own."""
+"""Makes DeepSpeed update the alias buffer instead of a flat copy of the parameters."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from hybrid_rl.weights.alias import AliasBuffer
 
-# ZeRO 1 and 2, and ZeRO 1's optimizer in bfloat16: both look PyTorch's function up in their own module.
+# The optimizers of ZeRO 1 and 2, and of ZeRO 1 in bfloat16; both look up PyTorch's function in their own module.
 _FLATTENING_MODULES = (deepspeed.runtime.zero.stage_1_and_2, deepspeed.runtime.bf16_optimizer)
 _FUNCTION = "_flatten_dense_tensors"
 
 
 @contextmanager
 def flat_parameters_in(buffer: AliasBuffer) -> Iterator[None]:
-    """Make a DeepSpeed engine that is created in the body use the buffer as its flat parameters.
+    """Make the DeepSpeed engine that the body creates use the buffer as its flat parameters.
 
     Raises:
         RuntimeError: this version of DeepSpeed moved a parameter out of the buffer.

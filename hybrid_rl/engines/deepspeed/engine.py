@@ -1,10 +1,10 @@
-"""DeepSpeed as the training engine of actor and critic: ZeRO 0 to 3 behind one interface."""
+"""DeepSpeed, ZeRO 0 to 3, as the training engine of actor and critic."""
 
 import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from hybrid_rl.models.packed import PackedModel
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-# DeepSpeed compiles its Adams where they run, with the ninja that lies beside this Python even if .venv is not active.
+# DeepSpeed compiles its optimizers with ninja, which is installed next to Python even if .venv is not activated.
 os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
 import deepspeed
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
@@ -36,18 +36,18 @@ from deepspeed.utils import set_z3_leaf_modules
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hybrid_rl.engines.deepspeed.alias import flat_parameters_in
+from hybrid_rl.engines.deepspeed.settings import deepspeed_settings, lr_factor, make_optimizer
 from hybrid_rl.engines.deepspeed.shards import Shards
 from hybrid_rl.engines.deepspeed.states import TrainingState
 from hybrid_rl.weights.alias import AliasBuffer
 
 deepspeed_logger.setLevel(logging.WARNING)
 if not torch.cuda.is_available():
-    # At the first start it would compile C++ for half a minute, for a sum over ranks that only inference takes.
+    # DeepSpeed would compile a C++ operator at its first start, which only its inference engine uses.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-_BUCKET_ELEMENTS = 50_000_000  # DeepSpeed's 500 million take 2 GB in bfloat16 for a model of any size
-# Not lp_params: the bfloat16 weights stay, they serve SCORE and SYNC between two updates.
-_STATES = [
+# Without lp_params, the bfloat16 weights, which the phases SCORE and SYNC read between two updates.
+_OFFLOADED = [
     OffloadStateTypeEnum.optim_states,
     OffloadStateTypeEnum.hp_params,
     OffloadStateTypeEnum.lp_grads,
@@ -55,62 +55,11 @@ _STATES = [
 ]
 
 
-def lr_factor(config: OptimizerConfig, total_steps: int) -> Callable[[int], float]:
-    """Return optimizer step -> factor on the peak learning rate."""
-
-    def factor(step: int) -> float:
-        if step < config.warmup_steps:
-            return (step + 1) / config.warmup_steps
-        progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
-        shape = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
-        return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape[config.schedule]
-
-    return factor
-
-
-def _make_optimizer(
-    parameters: Iterable[nn.Parameter], config: OptimizerConfig, *, zero_stage: int, is_offloaded: bool
-) -> torch.optim.Optimizer:
-    parameters = [p for p in parameters if p.requires_grad]
-    matrices, rest = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
-    options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
-    if config.kind == "cpu_adam":
-        from deepspeed.ops.adam import DeepSpeedCPUAdam  # compiled where it runs, the first time for a minute
-
-        return DeepSpeedCPUAdam(groups, **options)
-    if is_offloaded and zero_stage == 3:  # which offloads the states of no other
-        from deepspeed.ops.adam import FusedAdam  # compiled where it runs, by nvcc, the first time for over a minute
-
-        return FusedAdam(groups, **options)
-    return torch.optim.AdamW(groups, fused=True, **options)
-
-
-def _settings(config: OptimizerConfig, *, zero_stage: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Return what DeepSpeed is configured with."""
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": config.max_grad_norm,
-        "steps_per_print": 1 << 60,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {
-            "stage": zero_stage,
-            "reduce_bucket_size": _BUCKET_ELEMENTS,
-            "allgather_bucket_size": _BUCKET_ELEMENTS,
-        },
-    }
-    if config.kind == "cpu_adam":
-        offload = {"device": "cpu", "pin_memory": device.type == "cuda"}
-        settings["zero_optimization"]["offload_optimizer"] = offload
-    if dtype == torch.bfloat16:
-        settings |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
-    return settings
-
-
 class DeepSpeedEngine:
-    """A model, its gradients and its optimizer, sharded over all ranks."""
+    """A model, its gradients and its optimizer, sharded over all ranks; see TrainEngine for the methods.
+
+    `wrapped` is the engine of the deepspeed package, `training_state` its parameters and optimizer; for tests.
+    """
 
     def __init__(
         self,
@@ -124,14 +73,20 @@ class DeepSpeedEngine:
         tensor_parallel_size: int = 1,
         is_offloaded: bool = False,
     ) -> None:
-        """Take charge of a module.
+        """Shard the module and make its optimizer.
 
         Args:
-            alias_buffer: the buffer that holds the parameters, if a rollout engine aliases them.
-            tensor_parallel_size: consecutive ranks that get the same inputs and have the model's matrices between them.
-            is_offloaded: whether DeepSpeed's own offload will move the optimizer's states.
+            module: unsharded model, on the device of the run.
+            config: settings of the optimizer.
+            zero_stage: 0 to 3.
+            total_steps: optimizer steps of the whole run, for the learning rate schedule.
+            world: all ranks.
+            alias_buffer: buffer that holds the parameters if a rollout engine aliases them.
+            tensor_parallel_size: number of consecutive ranks over which matrices are sharded; they get the same inputs.
+            is_offloaded: whether DeepSpeed's offload moves the optimizer's tensors to the host between updates.
+
         Raises:
-            ConfigError: the settings exclude each other, or the model cannot be cut; see Shards.
+            ConfigError: the settings exclude each other, or the model cannot be sharded; see Shards.
         """
         dtype = next(module.parameters()).dtype
         check(
@@ -139,82 +94,84 @@ class DeepSpeedEngine:
             f"update.zero_stage = 0: DeepSpeed keeps no float32 master of {dtype} weights then; use 1 to 3",
         )
         self._shards = Shards(module, tensor_parallel_size)
-        settings = _settings(config, zero_stage=zero_stage, dtype=dtype, device=world.device) | self._shards.settings
+        settings = (
+            deepspeed_settings(config, zero_stage=zero_stage, dtype=dtype, device=world.device) | self._shards.settings
+        )
         if zero_stage == 3 and not has_adapters(module.model):
-            # A layer's weights come and go at once instead of module by module, which is half of what ZeRO-3 keeps the
-            # host busy with. Not with adapters: the first layer's input has no gradient then, and its backward fails.
+            # Gathering a layer's weights at once instead of module by module halves the host's work under ZeRO-3. It
+            # fails with adapters, because the input of the first layer has no gradient.
             set_z3_leaf_modules(module, [GradientCheckpointingLayer], raise_if_not_found=False)
         factor = lr_factor(config, total_steps)
         parameters = alias_buffer.ordered() if alias_buffer else module.parameters()
         with flat_parameters_in(alias_buffer) if alias_buffer else nullcontext():
-            self._engine, *_ = deepspeed.initialize(
+            self.wrapped, *_ = deepspeed.initialize(
                 model=module,
-                optimizer=_make_optimizer(parameters, config, zero_stage=zero_stage, is_offloaded=is_offloaded),
+                optimizer=make_optimizer(parameters, config, zero_stage=zero_stage, is_offloaded=is_offloaded),
                 lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
                 config=settings,
             )
-        if tensor_parallel_size > 1:  # compares the ranks' first inputs, by identity if they are no tensors
-            self._engine.first_dataloader_check.remove()
-        self._shards.prove()
+        if tensor_parallel_size > 1:  # DeepSpeed compares the ranks' first inputs, other types than tensors by identity
+            self.wrapped.first_dataloader_check.remove()
+        self._shards.verify()
         self._served = served_weights(self.model)
         self._num_replicas = world.size // tensor_parallel_size
         self._zero_stage = zero_stage
         adapters = adapter_settings(self.model)
-        self._training_state = TrainingState(
-            self._engine, zero_stage=zero_stage, world=world, adapters=adapters, shards=self._shards
+        self.training_state = TrainingState(
+            self.wrapped, zero_stage=zero_stage, world=world, adapters=adapters, shards=self._shards
         )
 
     @property
     def module(self) -> nn.Module:
-        """The model that was given, without DeepSpeed's wrapping."""
-        return self._engine.module
+        """The PackedModel inside DeepSpeed's engine."""
+        return self.wrapped.module
 
     @property
     def model(self) -> Any:
-        """The Hugging Face model inside it."""
-        return self._engine.module.model
+        """The Hugging Face model inside the module."""
+        return self.wrapped.module.model
 
     def forward(self, **inputs: Any) -> Any:
         """Run the model; under ZeRO-3 every rank must call it equally often."""
-        return self._engine(**inputs)
+        return self.wrapped(**inputs)
 
     @torch.no_grad()
     def reference_forward(self, **inputs: Any) -> Any:
-        """Run the model without its adapters and without gradient: as it was before training; else like forward.
+        """Run the model without its adapters and without gradient, which gives the outputs before training.
 
         Raises:
-            ValueError: it has no adapters.
+            ValueError: the model has no adapters.
         """
         if not self.has_adapters:
-            raise ValueError("a model that is trained itself, without adapters, is no reference for itself")
+            raise ValueError("reference_forward: the model has no adapters, so its own weights are trained")
         with adapters_disabled(self.model):
-            return self._engine(**inputs)
+            return self.wrapped(**inputs)
 
     @property
     def has_adapters(self) -> bool:
-        """Whether low-rank adapters learn, and the model itself is frozen."""
+        """Whether only low-rank adapters are trained; see TrainEngine."""
         return has_adapters(self.model)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Add the gradient of a loss that is already normalised over all ranks and micro-batches.
+        """Add the gradient of a loss; see TrainEngine.
 
-        DeepSpeed averages gradients over the ranks that have other tokens; the factor undoes that, so that they add up.
+        DeepSpeed averages gradients over the data-parallel ranks; the factor turns the average into the sum.
         """
-        self._engine.set_gradient_accumulation_boundary(is_last)
-        self._engine.backward(loss * self._num_replicas)
+        self.wrapped.set_gradient_accumulation_boundary(is_last)
+        self.wrapped.backward(loss * self._num_replicas)
 
     def step(self) -> float:
-        """Clip, take an optimizer step and a schedule step; return the gradient norm before clipping.
+        """Take an optimizer step and return the gradient norm before clipping; see TrainEngine.
 
         Raises:
             FloatingPointError: the gradient norm is not finite.
         """
-        if self._zero_stage == 0:  # DeepSpeed clips then, but does not tell the norm
+        if self._zero_stage == 0:  # DeepSpeed clips without returning the norm
             norm = self._shards.norm(self.module.parameters())
-            self._engine.step()
+            self.wrapped.step()
         else:
-            self._engine.step()
-            norm = float(self._engine.get_global_grad_norm() or 0.0)
+            self.wrapped.step()
+            norm = float(self.wrapped.get_global_grad_norm() or 0.0)
         if not math.isfinite(norm):
             raise FloatingPointError(f"gradient norm is {norm}")
         return norm
@@ -222,91 +179,89 @@ class DeepSpeedEngine:
     @property
     def lr(self) -> float:
         """Learning rate of the next optimizer step."""
-        return float(self._engine.get_lr()[0])
+        return float(self.wrapped.get_lr()[0])
 
     def named_shapes(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-        """Return name (as in the model's own checkpoint), full shape and dtype of every weight, tied ones once.
-
-        Adapters do not appear: they are merged into the weights that they change.
-        """
+        """Return name (of the model's checkpoint), full shape and dtype of every weight; see TrainEngine."""
         return [(name, self._shards.shape(weight.base), weight.base.dtype) for name, weight in self._served.items()]
 
     @contextmanager
     def gathered(self, names: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
-        """Yield the named weights whole; where ranks hold parts of them a collective, and gone afterwards.
+        """Yield the named weights unsharded, valid in the body; see TrainEngine.
 
-        Merged weights are new tensors, computed each time that they are read.
+        Weights with merged adapters are new tensors, computed at each access.
         """
         wanted = {name: self._served[name] for name in names}
-        with self._whole([p for weight in wanted.values() for p in weight.parameters]):
+        with self._unsharded([p for weight in wanted.values() for p in weight.parameters]):
             served = ServedTensors(wanted)
-            if self._shards.size > 1:  # now, while every rank is here, and not when it reads one
-                yield {name: self._shards.whole(wanted[name].base, served[name]) for name in names}
+            if self._shards.size > 1:  # at once, because the ranks may access different weights
+                yield {name: self._shards.unshard(wanted[name].base, served[name]) for name in names}
             else:
                 yield served
 
     def adapter(self) -> dict[str, Tensor]:
-        """Return the adapters under the names of peft's files, on the host; under ZeRO-3 a collective."""
+        """Return the adapters under the names of peft's files, on the host; see TrainEngine."""
         parameters = adapter_parameters(self.model)
-        with self._whole(list(parameters.values())):
+        with self._unsharded(list(parameters.values())):
             return {name: p.detach().cpu().clone() for name, p in parameters.items()}
 
-    def _whole(self, parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
+    def _unsharded(self, parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
+        """Gather the ZeRO-3 partitions of the parameters in the body."""
         return deepspeed.zero.GatheredParameters(parameters) if self._zero_stage == 3 else nullcontext()
 
     def offload(self) -> None:
-        """Move gradients, fp32 master weights and optimizer moments to pinned host memory.
+        """Move gradients, float32 master weights and optimizer moments to pinned host memory; see TrainEngine.
 
         Raises:
-            ConfigError: DeepSpeed cannot, as of ZeRO 1 in bfloat16.
+            ConfigError: DeepSpeed has no offload for this ZeRO stage and dtype.
         """
         check(
-            hasattr(self._engine.optimizer, "offload_optimizer"),
+            hasattr(self.wrapped.optimizer, "offload_optimizer"),
             f"memory.swap = deepspeed: DeepSpeed cannot offload update.zero_stage = {self._zero_stage} here; "
             "use 2 or 3, or swap = off",
         )
-        self._engine.offload_states(include=_STATES)
+        self.wrapped.offload_states(include=_OFFLOADED)
 
     def reload(self) -> None:
-        """Move them back."""
-        self._engine.reload_states()
+        """Move what offload moved back to the device."""
+        self.wrapped.reload_states()
 
     def optimizer_tensors(self) -> list[Tensor]:
-        """Return float32 masters and moments of this rank; the moments begin to exist here."""
-        return self._training_state.tensors()
+        """Return the float32 master weights and moments of this rank; see TrainEngine."""
+        return self.training_state.optimizer_tensors()
 
     def gradient_buffers(self) -> list[Tensor]:
-        """Return what DeepSpeed gathers gradients in; it may be zeroed between two steps."""
-        return self._training_state.gradient_buffers()
+        """Return the buffers in which DeepSpeed reduces gradients; see TrainEngine."""
+        return self.training_state.gradient_buffers()
 
     def weight_tensors(self) -> list[Tensor]:
-        """Return the weights and buffers that forward reads, this rank's part of them under ZeRO-3."""
-        return self._training_state.weights()
+        """Return the weights and buffers that forward reads; see TrainEngine."""
+        return self.training_state.weights()
 
     def drop_gathered(self) -> None:
-        """Free the whole weights that ZeRO-3 keeps for the next forward."""
+        """Free the unsharded weights that ZeRO-3 keeps for the next forward."""
         if self._zero_stage == 3:
-            self._engine.optimizer.empty_partition_cache()
+            self.wrapped.optimizer.empty_partition_cache()
 
     def optimizer_bytes(self) -> int:
-        """Return the bytes that offload moves on this rank: three float32 per trained parameter of its shard."""
-        numel = sum(self._shards.num_held(p) for p in self.module.parameters() if p.requires_grad)
+        """Return the bytes that offload moves on this rank: three float32 per trained element of its shard."""
+        numel = sum(self._shards.num_local(p) for p in self.module.parameters() if p.requires_grad)
         return 12 * numel // (self._num_replicas if self._zero_stage > 0 else 1)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint of it, over all ranks: three float32 per trained parameter."""
+        """Bytes of the engine's part of a checkpoint, over all ranks: three float32 per trained element."""
         return 12 * sum(math.prod(self._shards.shape(p)) for p in self.module.parameters() if p.requires_grad)
 
     def snapshot(self) -> Snapshot:
-        """Return this rank's share of all that learns, while it is on the device; every rank calls it."""
-        return self._training_state.snapshot()
+        """Return this rank's part of the training state, which must be on the device; every rank calls it."""
+        return self.training_state.snapshot()
 
     def load(self, folder: Path) -> None:
-        """Read what the ranks' snapshots wrote, however many they were and with whatever ZeRO stage.
+        """Load the snapshots of all ranks, written with any number of ranks and any ZeRO stage.
 
         Raises:
-            FileNotFoundError: there is no such part in the folder.
-            ConfigError: it was saved with other adapters or of another model.
+            FileNotFoundError: the folder has no snapshot.
+            ConfigError: the snapshots have other adapters or are from another model.
         """
-        self._training_state.load(SavedTensors(folder))
+        self.training_state.load(SavedTensors(folder))

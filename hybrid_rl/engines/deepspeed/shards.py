@@ -1,7 +1,7 @@
-"""A model whose matrices are cut over a few ranks by DeepSpeed's AutoTP: what is cut, made whole, and proved right.
+"""Tensor parallelism: a model whose matrices DeepSpeed's AutoTP shards over consecutive ranks.
 
-DeepSpeed's own gather_params puts other memory behind a parameter than the flat buffer that ZeRO 1 and 2 step on, so
-that it would be trained no more. What is made whole here is a new tensor.
+DeepSpeed's gather_params replaces the memory of a parameter, which ZeRO 1 and 2 then no longer update. Unsharded
+tensors are new tensors here.
 """
 
 import math
@@ -21,13 +21,13 @@ from hybrid_rl.models.verification import is_close, probe_inputs
 
 
 class Shards:
-    """The parameters of one model as `size` consecutive ranks hold them between them; with 1, each is whole.
+    """Which parameters of a model are sharded over `size` consecutive ranks, and how; with size 1 none is.
 
-    With more, prove, whole and norm are collectives of those ranks.
+    With a larger size, verify, unshard and norm are collectives of these ranks.
     """
 
     def __init__(self, module: PackedModel, size: int) -> None:
-        """Look at a whole model, which DeepSpeed will cut.
+        """Plan the shards of an unsharded model, which DeepSpeed shards afterwards.
 
         Raises:
             ConfigError: see check_shard_plan.
@@ -38,15 +38,15 @@ class Shards:
         self._shapes = {p: tuple(p.shape) for p in module.parameters()}
         dimensions = {p: self._plan.dimension(name) for name, p in module.model.named_parameters()}
         self._dimensions = {p: d for p, d in dimensions.items() if d is not None}
-        self._expected = self._behaviour() if size > 1 else []
+        self._expected = self._outputs() if size > 1 else []
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What DeepSpeed must be told."""
+        """Settings of DeepSpeed's AutoTP; empty for size 1."""
         if self.size == 1:
             return {}
         kinds: list[tuple[tuple[str, ...], dict[str, Any]]] = [
-            (self._plan.rows, {"partition_type": "column"}),  # of the transposed matrix
+            (self._plan.rows, {"partition_type": "column"}),  # DeepSpeed counts the dimensions of the transposed matrix
             (self._plan.columns, {"partition_type": "row"}),
             (self._plan.summed, {"partition_type": "skip", "grad_allreduce": True}),
         ]
@@ -60,24 +60,24 @@ class Shards:
             }
         }
 
-    def prove(self) -> None:
-        """Check that what DeepSpeed cut computes what the whole model did, and its gradients.
+    def verify(self) -> None:
+        """Check that the sharded model gives the hidden states and gradients of the unsharded model.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: they differ.
         """
         if self.size == 1:
             return
         name = type(self._module.model).__name__
-        for (what, found), (_, expected) in zip(self._behaviour(), self._expected, strict=True):
+        for (what, found), (_, expected) in zip(self._outputs(), self._expected, strict=True):
             check(
                 is_close(found, expected, 0.25),
-                f"update.tensor_parallel_size = {self.size}: {name} has other {what} when it is cut; use 1",
+                f"update.tensor_parallel_size = {self.size}: {name} has other {what} when it is sharded; use 1",
             )
         self._expected = []
 
-    def _behaviour(self) -> list[tuple[str, Tensor]]:
-        """Return hidden states and the gradients of the whole vectors, which a lost sum over the ranks would change."""
+    def _outputs(self) -> list[tuple[str, Tensor]]:
+        """Return hidden states and the gradients of unsharded vectors, which a missing sum over ranks would change."""
         both, _ = probe_inputs(self._module.model)
         hidden = self._module.hidden(**both)
         vectors = {
@@ -85,23 +85,27 @@ class Shards:
             for name, p in self._module.model.base_model.named_parameters()
             if p.ndim < 2 and p not in self._dimensions
         }
-        towards = torch.arange(hidden.numel(), device=hidden.device).view_as(hidden).cos()
-        gradients = torch.autograd.grad(hidden, list(vectors.values()), towards.to(hidden.dtype))
+        direction = torch.arange(hidden.numel(), device=hidden.device).view_as(hidden).cos()
+        gradients = torch.autograd.grad(hidden, list(vectors.values()), direction.to(hidden.dtype))
         return [
             ("hidden states", hidden.detach()),
             *((f"gradients of {n}", g) for n, g in zip(vectors, gradients, strict=True)),
         ]
 
     def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """Return the shape of the whole parameter, also where ZeRO-3 has partitioned it."""
+        """Return the full shape of a parameter, also of one that ZeRO-3 has partitioned."""
         return self._shapes[parameter]
 
-    def num_held(self, parameter: nn.Parameter) -> int:
-        """Return how many of a parameter's elements this rank works on."""
+    def num_local(self, parameter: nn.Parameter) -> int:
+        """Return the number of elements of this rank's shard of a parameter."""
         return math.prod(self.shape(parameter)) // (self.size if parameter in self._dimensions else 1)
 
-    def whole(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        """Return the whole of a parameter or of a tensor like it, its moment say: a new one, unless it is whole."""
+    def unshard(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        """Return the full tensor of which every rank passes its shard; the tensor itself if it is not sharded.
+
+        Args:
+            tensor: shard of the parameter, or of a tensor with its shape, such as a moment.
+        """
         dimension = self._dimensions.get(parameter)
         if dimension is None:
             return tensor
@@ -109,22 +113,22 @@ class Shards:
         dist.all_gather(list(parts), tensor.contiguous(), group=groups.get_tensor_model_parallel_group())
         return parts.flatten(0, 1) if dimension == 0 else torch.cat(tuple(parts), dim=dimension)
 
-    def share(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor, contiguous."""
+    def shard(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
+        """Return this rank's shard of a full tensor with the shape of the parameter, contiguous."""
         dimension = self._dimensions.get(parameter)
         if dimension is None:
-            return whole
-        return whole.chunk(self.size, dimension)[groups.get_tensor_model_parallel_rank()].contiguous()
+            return full
+        return full.chunk(self.size, dimension)[groups.get_tensor_model_parallel_rank()].contiguous()
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> float:
-        """Return the norm of all gradients, each whole parameter's counted once."""
-        cut: dict[bool, list[Tensor]] = {True: [], False: []}
+        """Return the norm of all gradients; unsharded parameters count once."""
+        gradients: dict[bool, list[Tensor]] = {True: [], False: []}  # by whether the parameter is sharded
         for parameter in parameters:
             if parameter.grad is not None:
-                cut[parameter in self._dimensions].append(parameter.grad)
-        whole = nn.utils.get_total_norm(cut[False])
+                gradients[parameter in self._dimensions].append(parameter.grad)
+        unsharded = nn.utils.get_total_norm(gradients[False])
         if self.size == 1:
-            return float(whole)
-        squared = nn.utils.get_total_norm(cut[True]).square()
+            return float(unsharded)
+        squared = nn.utils.get_total_norm(gradients[True]).square()
         dist.all_reduce(squared, group=groups.get_tensor_model_parallel_group())
-        return float((squared + whole.square()).sqrt())
+        return float((squared + unsharded.square()).sqrt())
