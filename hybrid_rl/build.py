@@ -26,19 +26,19 @@ from hybrid_rl.engines.start import start_engine
 from hybrid_rl.engines.tenants import EngineTenant, Tenants
 from hybrid_rl.memory.device import grow_segments
 from hybrid_rl.memory.phases import MemoryManager
-from hybrid_rl.memory.residency import RESIDENCY, Phase
+from hybrid_rl.memory.residency import Phase
 from hybrid_rl.memory.tenants import FrozenModule, PooledModule, Resident
 from hybrid_rl.models.loading import choose_dtype, empty_model, load_actor, load_value_model
 from hybrid_rl.models.packed import PackedModel, ValueModel
 from hybrid_rl.models.sequence_parallel import apply_together
 from hybrid_rl.monitoring.recorder import Recorder
-from hybrid_rl.planning.advice import plan_run
-from hybrid_rl.planning.footprint import forward_tokens
+from hybrid_rl.planning.startup import plan_run
+from hybrid_rl.planning.workload import forward_tokens
 from hybrid_rl.rewards import RemoteScorer, RunningNormalizer
 from hybrid_rl.rewards.reencode import reencode
 from hybrid_rl.rewards.scoring import RewardSources
 from hybrid_rl.run import Run
-from hybrid_rl.steps.ema import MovingAverage, MovingReference
+from hybrid_rl.steps.ema import EmaWeights, MovingReference
 from hybrid_rl.steps.logprobs import ActorForward, Packing, sequence_values
 from hybrid_rl.steps.ptx import PtxLoss
 from hybrid_rl.steps.update import num_optimizer_steps
@@ -61,7 +61,7 @@ def build(config: Config) -> Run:
     """
     world = join_world()
     check_ranks(config, num_ranks=world.size, ranks_on_nodes=world.ranks_on_nodes())
-    plan = plan_run(config, world, RESIDENCY)
+    plan = plan_run(config, world)
     config = plan.sized(config)
     torch.manual_seed(config.run.seed)
     resume_from = find_checkpoint(config)
@@ -72,7 +72,7 @@ def build(config: Config) -> Run:
     data_parallel = world.data_parallel_group(config.update.sequence_parallel_size * config.update.tensor_parallel_size)
     recorder = Recorder(config, world, data_parallel)
     memory = MemoryManager(
-        plan.residency, world.device, recorder.timeline, planned=plan.peaks, keeps_cache=plan.has_room_for_cache
+        plan.residency, world.device, recorder.timeline, planned=plan.peaks, keeps_cache=plan.can_keep_cache
     )
     tenants = Tenants(config, world.device, always_resident=memory.always_resident)
     tenants.reserve_host(sum(allocation.host_bytes for allocation in plan.allocations if allocation.in_bytes))
@@ -271,12 +271,12 @@ def build_critic(setup: Setup) -> TrainEngine | None:
     return critic
 
 
-def build_ema(setup: Setup, actor: TrainEngine) -> MovingAverage | None:
+def build_ema(setup: Setup, actor: TrainEngine) -> EmaWeights | None:
     """Return the exponential moving average of the actor; None without models.ema_decay."""
     decay = setup.config.models.ema_decay
     if decay is None:
         return None
-    ema = MovingAverage(actor, decay, setup.world)
+    ema = EmaWeights(actor, decay, setup.world)
     setup.load(ema, "ema")
     return ema
 
@@ -337,7 +337,7 @@ class RewardModelScorer:
         model = load_value_model(path, config.models, setup.world.device, field=field)
         self._model: ValueModel = setup.parallelize(model, path, field=field)
         admit_frozen(setup, "reward_model", self._model)
-        max_tokens = forward_tokens(config.update, is_free=self._model.uses_varlen)
+        max_tokens = forward_tokens(config.update, is_varlen=self._model.uses_varlen)
         self._packing = Packing(max_tokens=max_tokens, world=setup.data_parallel)
         self._ranks = setup.sequence_parallel
         self._tokenizer, self._actor_tokenizer = setup.data.reward_tokenizer, setup.data.tokenizer

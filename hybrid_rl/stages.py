@@ -12,7 +12,7 @@ from hybrid_rl.checkpoints import export as exporting
 from hybrid_rl.checkpoints import saver as checkpoint
 from hybrid_rl.checkpoints.saver import CheckpointPart
 from hybrid_rl.models.loading import choose_dtype
-from hybrid_rl.planning.footprint import forward_tokens
+from hybrid_rl.planning.workload import forward_tokens
 from hybrid_rl.rewards import scoring
 from hybrid_rl.rewards.scoring import Scored
 from hybrid_rl.run import Metrics, Run
@@ -127,8 +127,8 @@ def make_batch(run: Run, scored: Scored) -> TrainBatch:
 
 def packing(run: Run) -> logprobs.Packing:
     """Return how forwards without gradient pack sequences."""
-    is_free = all(engine.module.uses_varlen for engine in (run.actor, run.critic) if engine)
-    max_tokens = forward_tokens(run.config.update, is_free=is_free)
+    is_varlen = all(engine.module.uses_varlen for engine in (run.actor, run.critic) if engine)
+    max_tokens = forward_tokens(run.config.update, is_varlen=is_varlen)
     return logprobs.Packing(max_tokens=max_tokens, world=run.data_parallel)
 
 

@@ -1,4 +1,4 @@
-"""What is really in use on a GPU: at the start and at the peak of each phase, against the plan, and by whom."""
+"""What a GPU's memory is used for: settings of PyTorch's allocator, free memory, and measurements around each phase."""
 
 import os
 from collections.abc import Mapping
@@ -9,15 +9,15 @@ from hybrid_rl.monitoring.timeline import Timeline
 from hybrid_rl_kernels.vmm_pool import released_bytes
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Where PyTorch reads its allocator's settings, under the old name and the new one."""
+"""Environment variables with settings of PyTorch's allocator, under the old name and the new one."""
 OWN_CONTEXT_BYTES = 1 << 30
-"""At most what this process itself holds before it loads anything: an estimate, to tell it from what others hold."""
+"""Upper estimate of what this process itself holds before it loads a model."""
 
 
 def used_by_process(device: torch.device) -> dict[int, int]:
-    """Return process id -> bytes on a GPU, as the driver counts them; empty where it tells no process of this one.
+    """Return process id -> bytes on a GPU as the driver counts them; empty if the driver does not list this process.
 
-    Inside a container the driver may know processes by numbers that mean nothing here, or not at all.
+    Inside a container, the driver may use other process ids or list no processes.
     """
     import pynvml
 
@@ -32,7 +32,7 @@ def used_by_process(device: torch.device) -> dict[int, int]:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return what a run may take of a GPU: all of it, less what other processes hold; without bound on a CPU."""
+    """Return the GPU memory that no other process holds; practically unlimited on a CPU."""
     if device.type == "cpu":
         return 1 << 60
     free, total = torch.cuda.mem_get_info(device)
@@ -40,16 +40,16 @@ def available_bytes(device: torch.device) -> int:
 
 
 def without_expandable_segments(value: str) -> str:
-    """Return an allocator setting of PyTorch without expandable_segments."""
+    """Return an allocator setting of PyTorch without its expandable_segments part."""
     return ",".join(part for part in value.split(",") if part.strip().split(":")[0].strip() != "expandable_segments")
 
 
 def grow_segments(device: torch.device, *, is_on: bool) -> None:
-    """Say whether PyTorch extends what it takes of the GPU from now on in place, as neighbours are wanted.
+    """Turn PyTorch's expandable segments on or off for later allocations, and keep the user's other settings.
 
-    Off while a run is built: memory that the engine's process opens must be one allocation of the driver. On for the
-    phases: gradients that lie where activations were would else leave pieces that no activation fits in. (Tensors in a
-    VmmPool have an allocator of their own.) What else the user has set for the allocator stays.
+    Off while a run is built: memory that the engine's process opens must be one allocation of the driver. On during
+    the phases: gradients in the place of freed activations would otherwise leave fragments that no activation fits
+    in. Tensors in a VmmPool have their own allocator.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -58,10 +58,10 @@ def grow_segments(device: torch.device, *, is_on: bool) -> None:
 
 
 class DeviceMemory:
-    """Measures a GPU, all processes together, around each phase; on a CPU there is nothing to measure.
+    """Measures the memory in use on a GPU, by all processes, at the start and at the peak of each phase.
 
-    PyTorch keeps what it has reserved until the next phase begins, so what is in use when a phase ends is its peak; the
-    engine's own memory does not change while it generates.
+    PyTorch keeps what it has reserved until the next phase begins, so the memory in use at the end of a phase is the
+    phase's peak; the engine's memory is constant while it generates. On a CPU nothing is measured.
     """
 
     def __init__(
@@ -72,35 +72,37 @@ class DeviceMemory:
         *,
         keeps_cache: bool = False,
     ) -> None:
-        """Measure a device.
+        """Start without measurements.
 
         Args:
-            planned: phase -> who -> bytes at its peak, of the plan that the run was started with.
-            keeps_cache: whether PyTorch keeps what it has reserved for longer than a phase. Then its tensors are
-                counted, at their most, instead of what is reserved for them and for those of other phases.
+            device: device to measure.
+            timeline: receives the measurements as counters.
+            planned: phase -> allocation -> planned bytes at the phase's peak.
+            keeps_cache: whether PyTorch's allocator keeps reserved memory across phases. If so, the peak of its
+                allocated tensors counts, because reserved memory includes that of other phases.
         """
         self._planned = planned
         self._keeps_cache = keeps_cache
         self._device = device
         self._timeline = timeline
-        self._used: dict[str, int] = {}
-        self._peaks: dict[str, int] = {}
+        self._start_bytes: dict[str, int] = {}
+        self._peak_bytes: dict[str, int] = {}
         self._step = 0
 
-    def entered(self, phase: str, step: int) -> None:
-        """Note what is in use when all tenants of a phase are where they belong."""
+    def record_start(self, phase: str, step: int) -> None:
+        """Measure the memory in use once all tenants of a phase are in place."""
         if self._device.type == "cuda":
             if step != self._step:
-                self._step, self._peaks = step, {}
+                self._step, self._peak_bytes = step, {}
             torch.cuda.reset_peak_memory_stats(self._device)
-            self._used[phase] = self._measure()
+            self._start_bytes[phase] = self._measure()
             if phase in self._planned:
                 self._timeline.counter("device_memory_plan", **self._planned[phase])
 
-    def left(self, phase: str) -> None:
-        """Note what is in use before anything of the phase is given back; the most, of a phase that is opened twice."""
+    def record_peak(self, phase: str) -> None:
+        """Measure the memory in use before a phase frees any; keeps the maximum if a step opens the phase twice."""
         if self._device.type == "cuda":
-            self._peaks[phase] = max(self._peaks.get(phase, 0), self._measure())
+            self._peak_bytes[phase] = max(self._peak_bytes.get(phase, 0), self._measure())
 
     def _measure(self) -> int:
         free, total = torch.cuda.mem_get_info(self._device)
@@ -118,9 +120,9 @@ class DeviceMemory:
         return used
 
     def metrics(self) -> dict[str, float]:
-        """Return bytes at entry and at the peak of each phase, and by which share of the plan the peak is above it."""
-        metrics: dict[str, float] = {f"memory/{phase}_bytes": used for phase, used in self._used.items()}
-        for phase, peak in self._peaks.items():
+        """Return the bytes at the start and at the peak of each phase, and the peak's relative error of the plan."""
+        metrics: dict[str, float] = {f"memory/{phase}_bytes": used for phase, used in self._start_bytes.items()}
+        for phase, peak in self._peak_bytes.items():
             metrics[f"memory/{phase}_peak_bytes"] = peak
             if phase in self._planned:
                 metrics[f"memory/{phase}_plan_error"] = peak / sum(self._planned[phase].values()) - 1

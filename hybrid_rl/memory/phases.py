@@ -1,76 +1,77 @@
-"""Who may be on the GPU in which phase. The table is in trainer.py; here is the mechanism that enforces it."""
+"""The memory manager: opens phases and moves each tenant to where the residency table places it."""
 
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from hybrid_rl.memory.device import DeviceMemory
-from hybrid_rl.memory.residency import Phase
+from hybrid_rl.memory.residency import Phase, TenantSpec, always_resident
 from hybrid_rl.memory.tenants import PooledTenant, Tenant
 from hybrid_rl.monitoring.timeline import Timeline
 
-logger = logging.getLogger(__name__)
-
 
 class PhaseError(RuntimeError):
-    """A phase was opened in a state that the residency table forbids."""
+    """A phase or a tenant is in a state that the residency table forbids."""
 
 
 class MemoryManager:
-    """Opens phases: releases the tenants that the residency table sends away, then restores those it calls in."""
+    """Opens phases: releases the tenants that the residency table excludes, then restores those that it includes."""
 
     def __init__(
         self,
-        residency: Mapping[str, frozenset[Phase]],
+        residency: Mapping[str, TenantSpec],
         device: torch.device,
         timeline: Timeline,
         *,
         planned: Mapping[str, Mapping[str, int]] | None = None,
         keeps_cache: bool = False,
     ) -> None:
-        """Take charge of a device.
+        """Start without tenants.
 
         Args:
-            planned: phase -> who -> bytes at its peak, to hold what is measured against.
-            keeps_cache: whether PyTorch keeps its free memory from phase to phase, which nobody else will need.
+            residency: the residency table; a tenant is admitted under a name of it.
+            device: device of the tenants' memory.
+            timeline: receives a span for every phase, transition and move.
+            planned: phase -> allocation -> planned bytes at the phase's peak, to compare measurements with.
+            keeps_cache: whether PyTorch's allocator keeps its free memory from phase to phase, because nothing else
+                needs it.
         """
         self.current: Phase | None = None
-        self.measured = DeviceMemory(device, timeline, planned or {}, keeps_cache=keeps_cache)
+        self.device_memory = DeviceMemory(device, timeline, planned or {}, keeps_cache=keeps_cache)
         self._keeps_cache = keeps_cache
         self._tenants: dict[str, Tenant] = {}
-        self._expected: dict[str, bool] = {}
+        self._is_resident: dict[str, bool] = {}
         self._residency = residency
         self._device = device
         self._timeline = timeline
 
     @property
-    def stays(self) -> frozenset[str]:
-        """The tenants that no phase sends away."""
-        return frozenset(name for name, phases in self._residency.items() if phases == frozenset(Phase))
+    def always_resident(self) -> frozenset[str]:
+        """Names of the tenants that no phase releases."""
+        return always_resident(self._residency)
 
     def admit(self, name: str, tenant: Tenant) -> None:
-        """Take charge of a tenant, and release it at once so that the next one can be built in its place.
+        """Take charge of a tenant and release it at once, so that the next one can be built in its place.
 
         Raises:
-            PhaseError: the residency table has no row for it, or it was admitted before.
+            PhaseError: the residency table has no such tenant, or it was admitted before.
         """
         if name not in self._residency:
-            raise PhaseError(f"the residency table has no row for {name}")
+            raise PhaseError(f"the residency table has no tenant named {name}; it has {', '.join(self._residency)}")
         if name in self._tenants:
-            raise PhaseError(f"{name} was admitted before")
+            raise PhaseError(f"tenant {name} was admitted before")
         self._tenants[name] = tenant
-        self._move(name, "release", "build", 0)
+        self._release(name, "build", 0)
         self._empty_cache()
 
     @contextmanager
     def phase(self, phase: Phase, step: int = 0) -> Iterator[None]:
-        """Bring the GPU into the state that the table gives this phase, run the body, keep the state.
+        """Move all tenants to where the table places them in a phase, and run the body; they remain there afterwards.
 
         Raises:
-            PhaseError: a phase is open already; a tenant moved by itself; a dropped tenant would enter a phase that
-                does not fill it.
+            PhaseError: a phase is open; a tenant moved outside of the manager; a tenant whose contents were dropped
+                would be restored in a phase that does not fill it.
         """
         if self.current is not None:
             raise PhaseError(f"phase {phase.value} opened inside phase {self.current.value}")
@@ -81,57 +82,80 @@ class MemoryManager:
                 with self._timeline.span("transition", phase=phase.value, step=step):
                     self._enter(phase, step)
                 yield
-                self.measured.left(phase.value)
+                self.device_memory.record_peak(phase.value)
         finally:
             self.current = None
 
     def _check_states(self) -> None:
         for name, tenant in self._tenants.items():
-            if tenant.is_resident != self._expected[name]:
-                raise PhaseError(f"tenant {name} is_resident={tenant.is_resident}, left as {self._expected[name]}")
+            expected = self._is_resident[name]
+            if tenant.is_resident != expected:
+                raise PhaseError(f"tenant {name} is_resident={tenant.is_resident}, the manager left it at {expected}")
 
     def _enter(self, phase: Phase, step: int) -> None:
-        """Release before restoring, so that the peak is the larger phase and not the sum of two."""
-        wanted = {name for name in self._tenants if phase in self._residency[name]}
-        entering = [name for name in self._tenants if name in wanted and not self._expected[name]]
-        leaving = [name for name in self._tenants if name not in wanted and self._expected[name]]
+        """Release, exchange, then restore tenants: the peak is that of the larger phase, not the sum of two."""
+        wanted = {name for name in self._tenants if phase in self._residency[name].phases}
+        leaving = [name for name in self._tenants if self._is_resident[name] and name not in wanted]
+        entering = [name for name in self._tenants if not self._is_resident[name] and name in wanted]
+        self._check_contents(entering, phase)
+        exchanges = self._pair_pooled(leaving, entering)
+        exchanged = {name for pair in exchanges for name in pair}
+        for name in leaving:
+            if name not in exchanged:
+                self._release(name, phase.value, step)
+        if not self._keeps_cache:
+            self._empty_cache()
+        for out, into in exchanges:
+            self._exchange(out, into, phase.value, step)
+        for name in entering:
+            if name not in exchanged:
+                self._restore(name, phase.value, step)
+        self.device_memory.record_start(phase.value, step)
+
+    def _check_contents(self, entering: Sequence[str], phase: Phase) -> None:
+        """Refuse to restore a tenant whose contents were dropped, except in the phase that fills it."""
         for name in entering:
             filled_in = self._tenants[name].filled_in
             if filled_in and filled_in != phase:
                 raise PhaseError(f"{name} was dropped and would enter {phase.value} empty: {filled_in.value} fills it")
-        pairs = list(zip(*(list(filter(self._is_pooled, names)) for names in (leaving, entering)), strict=False))
-        paired = {name for pair in pairs for name in pair}
-        for name in leaving:
-            if name not in paired:
-                self._move(name, "release", phase.value, step)
-        if not self._keeps_cache:
-            self._empty_cache()
-        for out, into in pairs:
-            self._exchange(out, into, phase.value, step)
-        for name in entering:
-            if name not in paired:
-                self._move(name, "restore", phase.value, step)
-        self.measured.entered(phase.value, step)
 
     def _empty_cache(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # what PyTorch keeps in its free list, the engine process cannot map
+            torch.cuda.empty_cache()  # the engine's process cannot map memory that PyTorch's allocator keeps
 
-    def _is_pooled(self, name: str) -> bool:
-        return isinstance(self._tenants[name], PooledTenant)
+    def _pair_pooled(self, leaving: Sequence[str], entering: Sequence[str]) -> list[tuple[str, str]]:
+        """Return pairs of a leaving and an entering tenant of the pool, which can be copied at the same time."""
+        pooled_out, pooled_in = (
+            [name for name in names if isinstance(self._tenants[name], PooledTenant)] for names in (leaving, entering)
+        )
+        return list(zip(pooled_out, pooled_in, strict=False))
 
     def _exchange(self, out: str, into: str, phase: str, step: int) -> None:
-        """Move two tenants of the pool in opposite directions at once."""
+        """Release tenant `out` and restore tenant `into`, copying in both directions at once."""
         leaving, entering = self._tenants[out], self._tenants[into]
         assert isinstance(leaving, PooledTenant) and isinstance(entering, PooledTenant)
         with self._timeline.span(f"exchange {out} for {into}", phase=phase, step=step) as args:
             args["bytes"] = sum(leaving.exchange(entering))
-        self._expected |= {out: False, into: True}
+        self._record_state(out, is_resident=False)
+        self._record_state(into, is_resident=True)
 
-    def _move(self, name: str, action: str, phase: str, step: int) -> None:
-        tenant = self._tenants[name]
-        with self._timeline.span(f"{action} {name}", phase=phase, step=step) as args:
-            args["bytes"] = tenant.release() if action == "release" else tenant.restore()
-        self._expected[name] = action == "restore"
-        if tenant.is_resident != self._expected[name]:
-            raise PhaseError(f"tenant {name} says is_resident={tenant.is_resident} after {action}")
+    def _release(self, name: str, phase: str, step: int) -> None:
+        with self._timeline.span(f"release {name}", phase=phase, step=step) as args:
+            args["bytes"] = self._tenants[name].release()
+        self._record_state(name, is_resident=False)
+
+    def _restore(self, name: str, phase: str, step: int) -> None:
+        with self._timeline.span(f"restore {name}", phase=phase, step=step) as args:
+            args["bytes"] = self._tenants[name].restore()
+        self._record_state(name, is_resident=True)
+
+    def _record_state(self, name: str, *, is_resident: bool) -> None:
+        """Remember where a tenant is after a move, and check that it says the same.
+
+        Raises:
+            PhaseError: the tenant did not move.
+        """
+        self._is_resident[name] = is_resident
+        if self._tenants[name].is_resident != is_resident:
+            action = "restore" if is_resident else "release"
+            raise PhaseError(f"tenant {name} says is_resident={not is_resident} after {action}")

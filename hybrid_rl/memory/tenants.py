@@ -15,48 +15,50 @@ logger = logging.getLogger(__name__)
 
 
 class Tenant(Protocol):
-    """Something that takes GPU memory and can give it back.
-
-    `is_resident` says where it is now. `release` and `restore` return the bytes they copied over the bus, which is 0
-    for what is dropped. `filled_in` is None when `restore` brings the contents back; else it is the one phase that
-    writes them anew, and the only one a released tenant may return in.
-    """
+    """Tensors whose GPU memory can be released and restored."""
 
     is_resident: bool
+    """Whether the tenant occupies GPU memory."""
 
     @property
     def filled_in(self) -> Phase | None:
-        """The phase that writes the contents anew, or None."""
+        """None if `restore` brings the contents back; otherwise the phase that writes them anew.
+
+        A tenant with such a phase may be restored in no other one.
+        """
 
     def release(self) -> int:
-        """Give the memory back."""
+        """Release the GPU memory and return the bytes copied to the host; 0 if the contents are dropped."""
 
     def restore(self) -> int:
-        """Take the memory again."""
+        """Occupy GPU memory again and return the bytes copied to the device."""
 
 
 class Resident:
-    """A tenant that stays: on a CPU, or with swapping off, the table is still kept and checked, and nothing moves."""
+    """A tenant whose memory never moves: on a CPU, with swapping off, or with room in every phase.
+
+    It still changes its state, so that the residency table is checked on every device.
+    """
 
     def __init__(self, *, filled_in: Phase | None = None) -> None:
         self.is_resident = True
         self.filled_in = filled_in
 
     def release(self) -> int:
-        """Count as gone."""
+        """Change to the released state; nothing is copied."""
         self.is_resident = False
         return 0
 
     def restore(self) -> int:
-        """Count as here."""
+        """Change to the resident state; nothing is copied."""
         self.is_resident = True
         return 0
 
 
 class FrozenModule:
-    """A module that is never trained: copied out once; a release drops the device copy, a restore copies in.
+    """A module that is not trained, with a copy in host memory: a release frees the device copy, a restore copies back.
 
-    One that was written to in place since then is copied out anew.
+    The host copy is written at the first release, and again at the release after an in-place change of the module.
     """
 
     filled_in = None
@@ -71,17 +73,17 @@ class FrozenModule:
         self._versions: list[int] = []
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Return name -> parameter where it is now, on the device or in its host copy, sharing memory."""
+        """Return name -> view of the parameter, on the device while resident, otherwise in the host copy."""
         tensors = self._tensors if self.is_resident else self._host
-        return {name: t.detach() for name, t in zip(self._names, tensors, strict=False)}  # buffers come after them
+        return {name: t.detach() for name, t in zip(self._names, tensors, strict=False)}  # buffers come last
 
     def release(self) -> int:
-        """Drop the device copy; the first time and after a change, once it is copied out to pinned memory."""
+        """Free the device copy; the first time and after a change, copy it to the host before."""
         copied = 0
         if not self._host:
             is_pinned = self._device.type == "cuda"
             self._host = [torch.empty_like(t, device="cpu", pin_memory=is_pinned) for t in self._tensors]
-        versions = [t._version for t in self._tensors]  # autograd's own count of writes, which `data =` leaves alone
+        versions = [t._version for t in self._tensors]  # counts in-place writes; assigning `data` does not count
         if versions != self._versions:
             for tensor, host in zip(self._tensors, self._host, strict=True):
                 host.copy_(tensor)
@@ -102,34 +104,34 @@ class FrozenModule:
 
 
 def choose_pool(swap: str, device: torch.device) -> VmmPool | None:
-    """Return the pool that memory.swap asks for; None where DeepSpeed's own offload serves, or nothing moves.
+    """Return the pool for a value of memory.swap; None if DeepSpeed's offload moves the optimizer, or nothing moves.
 
     Raises:
-        ConfigError: swap is vmm and there can be no pool on this GPU.
+        ConfigError: swap is vmm, and the pool is not available.
     """
     if swap not in ("auto", "vmm") or device.type == "cpu":
         return None
     obstacle = vmm_pool.why_unavailable()
     check(not obstacle or swap == "auto", f"memory.swap = vmm: {obstacle}")
     if obstacle:
-        logger.warning("memory.swap = auto: DeepSpeed's offload moves the states, since %s", obstacle)
+        logger.warning("memory.swap = auto: DeepSpeed's offload moves the optimizer, because %s", obstacle)
         return None
     return vmm_pool.pool_of(device)
 
 
 def rehome(tensors: Iterable[torch.Tensor], region: Region) -> None:
-    """Move the memory of tensors into a region; their storages stay the same objects, so that every view follows."""
+    """Move the memory of tensors into a region; storages keep their identity, so that every view follows."""
     storages = {storage.data_ptr(): storage for storage in (t.untyped_storage() for t in tensors)}
     with region:
         for storage in storages.values():
             if storage.nbytes():
-                storage.resize_(storage.nbytes())  # PyTorch allocates anew and copies, whatever the size was
+                storage.resize_(storage.nbytes())  # allocates anew and copies even if the size is the same
 
 
 class PooledTenant:
-    """Tensors in regions of a VmmPool: their pages leave and return, their addresses stay.
+    """Tensors in regions of a VmmPool: their physical memory is released and restored, their addresses are constant.
 
-    `kept` tensors are copied to the host and back. `scratch` tensors are dropped, and return as zeros.
+    `kept` tensors are copied to the host and back. `scratch` tensors are dropped and restored as zeros.
     """
 
     filled_in = None
@@ -147,12 +149,12 @@ class PooledTenant:
         """Move the tensors into the pool.
 
         Args:
-            pool: of the tensors' device.
-            name: of the regions, for messages.
-            kept: tensors to keep.
-            scratch: tensors whose contents matter to nobody between two phases.
-            policy: of the kept ones.
-            before_release: called first in a release.
+            pool: pool of the tensors' device.
+            name: name of the regions in messages.
+            kept: tensors whose contents survive a release.
+            scratch: tensors whose contents are not needed after a release.
+            policy: what a release does with the kept tensors, see VmmPool.region.
+            before_release: called at the beginning of a release.
         """
         self.is_resident = True
         self.kept = pool.region(name, policy=policy)
@@ -164,7 +166,7 @@ class PooledTenant:
         self._before_release = before_release
 
     def release(self) -> int:
-        """Copy out what is kept and give all pages back."""
+        """Copy the kept tensors to the host and release all physical memory."""
         self._prepare()
         copied = self.kept.release()
         self._dropped.release()
@@ -172,20 +174,20 @@ class PooledTenant:
         return copied
 
     def restore(self) -> int:
-        """Take pages at the same addresses and copy back what was kept.
+        """Map physical memory at the same addresses and copy the kept tensors back.
 
         Raises:
-            VmmOutOfMemoryError: the GPU has no room; the tenant is still released.
+            VmmOutOfMemoryError: the GPU has too little free memory; the tenant is still released.
         """
         copied = self.kept.restore()
         self._finish_restore()
         return copied
 
     def exchange(self, entering: "PooledTenant") -> tuple[int, int]:
-        """Release this tenant and restore another of the pool at once; return the bytes copied out and in.
+        """Release this tenant while another one of the pool is restored; return the bytes copied out and in.
 
         Raises:
-            VmmOutOfMemoryError: the GPU has no room; this tenant has left, the other is still released.
+            VmmOutOfMemoryError: the GPU has too little free memory; both tenants are released.
         """
         self._prepare()
         self._dropped.release()
@@ -210,7 +212,7 @@ class PooledTenant:
 
 
 class PooledModule(PooledTenant):
-    """A FrozenModule in a VmmPool."""
+    """A module that is not trained, in a VmmPool; copied to the host like a FrozenModule."""
 
     def __init__(self, pool: VmmPool, name: str, module: torch.nn.Module) -> None:
         module.requires_grad_(False)
@@ -220,7 +222,7 @@ class PooledModule(PooledTenant):
         super().__init__(pool, name, self._tensors, policy="copy_once", before_release=self._notice_changes)
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Return name -> parameter where it is now, on the device or in its host copy, sharing memory."""
+        """Return name -> view of the parameter, on the device while resident, otherwise in the host copy."""
         return {n: p.detach() if self.is_resident else self.kept.host(p) for n, p in self._named.items()}
 
     def _notice_changes(self) -> None:

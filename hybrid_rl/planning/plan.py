@@ -1,36 +1,28 @@
-"""Who will be on a GPU in which phase, in bytes, before anything loads; whether it fits, and what would make it fit.
+"""The plan of a run: the allocations on each GPU in each phase, in bytes, and whether they fit."""
 
-The same plan sizes the run: KV cache, tenants that stay because there is room, and the error that refuses to start.
-Numbers without a formula are measurements and name their place; estimates say so.
-"""
-
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from hybrid_rl.config import Config
-from hybrid_rl.memory.residency import ROLLOUT, Phase
-from hybrid_rl.planning.shapes import ModelShape, read_shape
+from hybrid_rl.memory.residency import ALL_PHASES, ROLLOUT, Phase, TenantSpec, always_resident
 from hybrid_rl_kernels import dispatch
 
 GIB = 1 << 30
 MARGIN = 0.05
-"""Share of the card that a plan leaves free: the error that issue 4 aims at, and the allocator's rounding."""
-
-ALWAYS = frozenset(Phase)
+"""Fraction of a GPU's memory that a plan leaves free, for its own error and the allocator's rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a run gets."""
+    """The GPUs of a run."""
 
     gpu_memory_bytes: int
     num_gpus: int = 1
-    """Of a node."""
+    """GPUs of a node."""
     num_nodes: int = 1
     backend: Literal["reference", "triton"] = dispatch.SETTING  # type: ignore[assignment]
-    """Which log-prob kernels compute."""
-    engines_per_gpu: int = 1
-    """Engine processes that share the sequences of a GPU."""
+    """Kernels that compute log-probs; `triton` means a GPU."""
 
     @property
     def num_ranks(self) -> int:
@@ -39,137 +31,106 @@ class Machine:
 
     @property
     def budget_bytes(self) -> int:
-        """What a plan may use of a GPU."""
+        """Bytes of a GPU that a plan may use."""
         return int(self.gpu_memory_bytes * (1 - MARGIN))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shapes:
-    """Sizes of the models of a run; None where it has none."""
-
-    actor: ModelShape
-    critic: ModelShape | None
-    reference: ModelShape | None
-    reward: ModelShape | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """Something that takes memory of every GPU in some phases."""
+    """Memory of every GPU for one purpose, in some phases."""
 
     name: str
     num_bytes: int
-    phases: frozenset[Phase] = ALWAYS
+    phases: frozenset[Phase] = ALL_PHASES
     host_bytes: int = 0
-    """Pinned memory of its copy on the host."""
+    """Pinned host memory of its copy."""
     out_bytes: int = 0
-    """Copied to the host in a step."""
+    """Bytes copied to the host in a step."""
     in_bytes: int = 0
-    """Copied back in a step."""
+    """Bytes copied to the device in a step."""
 
-    def kept(self) -> "Allocation":
-        """Return the allocation of the same tenant when it stays in every phase."""
+    def in_every_phase(self) -> "Allocation":
+        """Return the allocation of the same tenant when no phase releases it."""
         return Allocation(name=self.name, num_bytes=self.num_bytes)
+
+
+def peak_bytes(allocations: Iterable[Allocation], phase: Phase) -> int:
+    """Return the bytes of all allocations of a phase."""
+    return sum(allocation.num_bytes for allocation in allocations if phase in allocation.phases)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What will be where."""
+    """The allocations on each GPU of a run, and the size of the KV cache."""
 
     allocations: tuple[Allocation, ...]
     machine: Machine
-    residency: dict[str, frozenset[Phase]]
-    """The trainer's table, in which what has room in every phase is in every phase."""
+    residency: dict[str, TenantSpec]
+    """The residency table of the run: tenants with room in every phase are resident in every phase."""
     kv_bytes: int
-    """KV cache of all engines of a GPU."""
+    """Size of the KV cache."""
     kv_tokens: int
-    """Tokens that fit in it."""
-    max_sequences: int
-    """Sequences of full length that fit in it."""
-    wave: int
-    """Sequences that would be decoded at once if the KV cache had room."""
+    """Tokens that the KV cache holds."""
+    kv_sequences: int
+    """Sequences of full length that the KV cache holds."""
+    max_concurrent_sequences: int
+    """Sequences that the engine would decode at once if the KV cache had room."""
 
     def peak(self, phase: Phase) -> int:
-        """Return the bytes of a GPU in use at the worst moment of a phase."""
-        return sum(allocation.num_bytes for allocation in self.allocations if phase in allocation.phases)
+        """Return the bytes of a GPU in use at the peak of a phase."""
+        return peak_bytes(self.allocations, phase)
 
     @property
-    def stays(self) -> frozenset[str]:
-        """Rows of the residency table that never move."""
-        return frozenset(name for name, phases in self.residency.items() if phases == ALWAYS)
+    def always_resident(self) -> frozenset[str]:
+        """Names of the tenants that no phase releases."""
+        return always_resident(self.residency)
 
     @property
     def peaks(self) -> dict[str, dict[str, int]]:
-        """Name of a phase -> name of a allocation -> its bytes at the phase's worst moment."""
+        """Name of a phase -> name of an allocation -> its bytes at the phase's peak."""
         return {
-            p.value: {
-                allocation.name: allocation.num_bytes for allocation in self.allocations if p in allocation.phases
+            phase.value: {
+                allocation.name: allocation.num_bytes for allocation in self.allocations if phase in allocation.phases
             }
-            for p in Phase
+            for phase in Phase
         }
 
     def sized(self, config: Config) -> Config:
-        """Return the config with the exact size of the KV cache, per engine."""
+        """Return the config with rollout.kv_cache_memory_bytes set to the planned size, unless it is set."""
         if config.rollout.kv_cache_memory_bytes is not None:
             return config
-        kv_bytes = self.kv_bytes // self.machine.engines_per_gpu
-        return replace(config, rollout=replace(config.rollout, kv_cache_memory_bytes=kv_bytes))
+        return replace(config, rollout=replace(config.rollout, kv_cache_memory_bytes=self.kv_bytes))
 
     @property
-    def has_room_for_cache(self) -> bool:
-        """Whether nothing moves, and what the engine takes while it generates has room beside the trainer's peak."""
-        moving = [
-            allocation
-            for allocation in self.allocations
-            if allocation.name in self.residency and allocation.phases != ALWAYS
-        ]
-        generating = sum(allocation.num_bytes for allocation in self.allocations if allocation.phases == {ROLLOUT})
-        return not moving and self.peak(self.worst) + generating <= self.machine.budget_bytes
+    def can_keep_cache(self) -> bool:
+        """Whether PyTorch's allocator may keep its free memory from phase to phase.
+
+        It may if no tenant moves, and the fullest phase has room for the engine's memory of the ROLLOUT phase as well.
+        """
+        is_static = all(a.phases == ALL_PHASES for a in self.allocations if a.name in self.residency)
+        generating = sum(a.num_bytes for a in self.allocations if a.phases == {ROLLOUT})
+        return is_static and self.peak(self.fullest_phase) + generating <= self.machine.budget_bytes
 
     @property
-    def worst(self) -> Phase:
+    def fullest_phase(self) -> Phase:
         """The phase with the highest peak."""
         return max(Phase, key=self.peak)
 
     @property
     def missing_bytes(self) -> int:
-        """What the worst phase needs beyond the budget; 0 when all fits and one sequence has a KV cache."""
-        return max(0, self.peak(self.worst) - self.machine.budget_bytes)
+        """Bytes that the fullest phase needs beyond the budget; 0 if the plan fits."""
+        return max(0, self.peak(self.fullest_phase) - self.machine.budget_bytes)
 
     @property
     def host_bytes(self) -> int:
-        """Pinned memory of a node, all its GPUs together."""
+        """Pinned host memory of all GPUs of a node."""
         return self.machine.num_gpus * sum(allocation.host_bytes for allocation in self.allocations)
 
-    @property
-    def bus_bytes(self) -> tuple[int, int]:
-        """Bytes copied out to the host and back in a step, per GPU."""
-        return sum(allocation.out_bytes for allocation in self.allocations), sum(
-            allocation.in_bytes for allocation in self.allocations
-        )
-
-    def refusal(self) -> str:
-        """Return what is missing, where, in words."""
-        phase, machine = self.worst, self.machine
+    def shortage(self) -> str:
+        """Return a sentence about the fullest phase: the bytes that it needs and those that are available."""
+        phase, machine = self.fullest_phase, self.machine
         return (
             f"phase {phase.value} needs {self.peak(phase):,} bytes ({self.peak(phase) / GIB:.1f} GiB) of each GPU, but "
             f"{machine.budget_bytes:,} ({machine.budget_bytes / GIB:.1f} GiB) are available, {MARGIN:.0%} of the card "
             "left free"
         )
-
-
-def read_shapes(config: Config) -> Shapes:
-    """Read the sizes of all models of a run from their folders.
-
-    Raises:
-        ConfigError: a folder holds no model.
-    """
-    paths = config.models
-    critic, reference = paths.critic or paths.reward or paths.actor, paths.reference or paths.actor
-    needs_reference = config.has_reference and not config.reference_is_actor
-    return Shapes(
-        actor=read_shape(paths.actor, field="models.actor", is_policy=True),
-        reward=read_shape(paths.reward, field="models.reward", is_policy=False) if paths.reward else None,
-        critic=read_shape(critic, field="models.critic", is_policy=False) if config.has_critic else None,
-        reference=read_shape(reference, field="models.reference", is_policy=True) if needs_reference else None,
-    )

@@ -1,8 +1,8 @@
-"""What a model's folder says of its sizes before a weight is loaded: parameters, KV cache, activations, operations.
+"""Sizes of models, read from their folders without loading weights: parameters, KV cache, activations, operations.
 
-Parameters are counted on the model's own class, built on the meta device, so they are exact for every architecture.
-Activations and operations follow the decoder layer of Llama, Qwen, Mistral and most others; a mixture of experts counts
-as if every expert computed, which is too high.
+Parameters are counted on the model's class, built on the meta device, so the count is exact for every architecture.
+Activations and operations follow the decoder layer of Llama, Qwen, Mistral and similar models; of a mixture of experts
+every expert counts as active, which is an overestimate.
 """
 
 from collections.abc import Sequence
@@ -12,41 +12,41 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hybrid_rl.config import LoraConfig
+from hybrid_rl.config import Config, LoraConfig
 from hybrid_rl.models.loading import empty_model
 from hybrid_rl.models.tensor_parallel import shard_plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes of one model. Numbers of elements, unless a name says otherwise."""
+    """Sizes of one model; numbers of elements, unless a name says otherwise."""
 
     architecture: str
     """Name of the model's class."""
     model_type: str
-    """Name of its family, see fused_layers.FAMILIES."""
+    """Name of the model family, see fused_layers.FAMILIES."""
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     """Name and shape of every parameter, tied ones once."""
     linears: tuple[tuple[str, int, int], ...]
-    """Last part of the name, inputs and outputs of every linear layer that is no head."""
+    """Last part of the name, inputs and outputs of every linear layer except the head."""
     num_layers: int
     hidden_size: int
     intermediate_size: int
     query_size: int
-    """Heads x their size."""
+    """Query heads x head size."""
     num_heads: int
     key_size: int
-    """Key heads x their size; values are as large."""
+    """Key heads x head size; values have the same size."""
     vocab_size: int
-    """Outputs of the head: 1 of a value model."""
+    """Outputs of the head; 1 for a value model."""
     is_gated: bool
     """Whether the feed-forward multiplies two projections."""
-    cut: frozenset[str] = frozenset()
-    """Names of the parameters that tensor parallel ranks hold between them."""
+    sharded: frozenset[str] = frozenset()
+    """Names of the parameters that tensor parallelism shards."""
 
     @property
     def num_params(self) -> int:
-        """All parameters, tied ones once."""
+        """Number of parameters, tied ones once."""
         return sum(torch.Size(shape).numel() for _, shape in self.tensors)
 
     @property
@@ -59,31 +59,35 @@ class ModelShape:
         """Elements of one attention head."""
         return self.query_size // self.num_heads
 
-    def of_rank(self, size: int) -> "ModelShape":
-        """Return it with the tensors that one of `size` tensor parallel ranks holds; all are cut by their rows."""
-        tensors = tuple((n, (s[0] // size, *s[1:]) if n in self.cut else s) for n, s in self.tensors)
+    def shard(self, num_ranks: int) -> "ModelShape":
+        """Return the shape with the tensors that one of `num_ranks` tensor-parallel ranks holds.
+
+        The first dimension of every sharded tensor is divided; which dimension a rank divides does not change its size.
+        """
+        tensors = tuple((n, (s[0] // num_ranks, *s[1:]) if n in self.sharded else s) for n, s in self.tensors)
         return replace(self, tensors=tensors)
 
     @property
     def num_linear(self) -> int:
-        """Weights that every token is multiplied with, the head's left out."""
+        """Elements of all linear layers' weights except the head's."""
         return sum(inputs * outputs for _, inputs, outputs in self.linears)
 
     def num_adapted(self, lora: LoraConfig) -> int:
-        """Return the parameters of the adapters: rank (inputs + outputs) for each linear layer that gets one."""
+        """Return the number of adapter parameters: rank (inputs + outputs) for each linear layer with an adapter."""
         targets = lora.target_modules
         return sum(lora.rank * (i + o) for name, i, o in self.linears if targets is None or name in targets)
 
     def kv_bytes_per_token(self, dtype_bytes: int, *, num_gpus: int = 1) -> int:
-        """Return what one token's keys and values take in all layers on each GPU of an engine.
+        """Return the bytes of one token's keys and values in all layers, on each GPU of an engine.
 
-        The GPUs share the key heads out; with fewer heads than GPUs each holds one. A sliding window counts as full.
+        Key heads are divided among the GPUs; with fewer heads than GPUs, each GPU holds one. A sliding window counts as
+        full attention.
         """
         key_size = max(self.key_size // num_gpus, self.head_size)
         return 2 * self.num_layers * key_size * dtype_bytes
 
     def layer_activation_bytes(self, dtype_bytes: int, *, repeats_keys: bool, is_fused: bool) -> int:
-        """Return the bytes that one layer saves for backward, per token; b are the bytes of an element.
+        """Return the bytes per token that one layer saves for its backward; b is `dtype_bytes`.
 
             2 norms       2 (4 + b) H   float32 input and normalised value, before the weight (transformers' RMSNorm)
                           2 (b H + 4)   fused: input and 1 / its root mean square, in float32
@@ -93,12 +97,17 @@ class ModelShape:
                           3 b I         fused: gate, up, their product
 
         H hidden, Q heads x size, K key heads x size (Q where attention repeats the keys), I intermediate. Rotary
-        embeddings and residual sums save nothing. Derived from transformers' LlamaDecoderLayer and Liger's kernels, and
-        checked against torch's saved tensors; Korthikanti et al. 2022 (arXiv 2205.05198) derive the GPT layer likewise.
+        embeddings and residual sums save nothing.
 
         Args:
-            repeats_keys: attention gets keys and values repeated for every query head (varlen, sdpa with a mask).
-            is_fused: norms and feed-forward are computed by Liger's kernels, see fused_layers.
+            dtype_bytes: bytes of an element of parameters and activations.
+            repeats_keys: whether attention gets keys and values repeated for every query head (varlen, sdpa with a
+                mask).
+            is_fused: whether Liger's kernels compute norms and feed-forward, see fused_layers.
+
+        Source:
+            transformers' LlamaDecoderLayer and Liger's kernels; Korthikanti et al. 2022 (arXiv 2205.05198) derive the
+            GPT layer in the same way.
         """
         b, h = dtype_bytes, self.hidden_size
         keys = self.query_size if repeats_keys else self.key_size
@@ -113,10 +122,10 @@ class ModelShape:
     def activation_bytes(
         self, tokens: int, dtype_bytes: int, *, checkpointing: bool, repeats_keys: bool, is_fused: bool
     ) -> int:
-        """Return what a forward over packed tokens saves for backward, up to the head.
+        """Return the bytes that a forward over packed tokens saves for backward, without the head.
 
-        All layers' activations and the last norm's; with gradient checkpointing each layer's input, and one layer's
-        activations while it is computed again.
+        They are the activations of all layers and of the last norm; with gradient checkpointing, each layer's input and
+        the activations of the one layer that is being recomputed.
         """
         layer = self.layer_activation_bytes(dtype_bytes, repeats_keys=repeats_keys, is_fused=is_fused)
         last = self._norm_bytes(dtype_bytes, is_fused=is_fused)
@@ -125,37 +134,76 @@ class ModelShape:
         return tokens * (self.num_layers * layer + last)
 
     def transient_bytes(self, tokens: int, dtype_bytes: int) -> int:
-        """Return what a forward without gradient holds at its peak, 2 b H + max(3 b I, 8 H) per token.
+        """Return the bytes that a forward without gradient holds at its peak, 2 b H + max(3 b I, 8 H) per token.
 
-        Residual and its norm, and in the feed-forward activation, up and product, or in a norm two float32 copies.
+        They are the residual and its norm, plus the feed-forward's activation, up projection and product, or a norm's
+        two float32 copies.
         """
         widest = max(3 * self.intermediate_size * dtype_bytes, 8 * self.hidden_size)
         return tokens * (2 * self.hidden_size * dtype_bytes + widest)
 
     def forward_flops(self, tokens: int, length: int) -> float:
-        """Return the operations of a forward without the head: 2 per weight and token, and causal attention.
+        """Return the floating-point operations of a forward without the head: 2 per weight and token, and attention.
 
         Args:
-            length: of a sequence; a token attends to half of it on average, 4 operations per query element and place.
+            tokens: number of tokens.
+            length: tokens of a sequence; a token attends to half of them on average, with 4 operations per query
+                element and position.
         """
         return tokens * (2.0 * self.num_linear + 2.0 * self.num_layers * self.query_size * length)
 
     def head_flops(self, tokens: int) -> float:
-        """Return the operations of the head's product."""
+        """Return the floating-point operations of the head's matrix product."""
         return 2.0 * tokens * self.hidden_size * self.vocab_size
 
 
-def read_shape(path: str, *, field: str, is_policy: bool) -> ModelShape:
-    """Return the sizes of the model in a folder, of a causal language model or of a value model with one output.
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """Sizes of the models of a run; None for a model that the run does not have."""
+
+    actor: ModelShape
+    critic: ModelShape | None
+    reference: ModelShape | None
+    reward: ModelShape | None
+
+    def trained(self, name: str) -> ModelShape | None:
+        """Return the shape of `actor` or `critic`."""
+        return self.actor if name == "actor" else self.critic
+
+
+def read_shapes(config: Config) -> Shapes:
+    """Return the sizes of all models of a run.
 
     Raises:
-        ConfigError: names the field when the folder holds no such model.
+        ConfigError: a folder holds no model.
+    """
+    paths = config.models
+    critic, reference = paths.critic or paths.reward or paths.actor, paths.reference or paths.actor
+    needs_reference = config.has_reference and not config.reference_is_actor
+    return Shapes(
+        actor=read_shape(paths.actor, field="models.actor", is_policy=True),
+        reward=read_shape(paths.reward, field="models.reward", is_policy=False) if paths.reward else None,
+        critic=read_shape(critic, field="models.critic", is_policy=False) if config.has_critic else None,
+        reference=read_shape(reference, field="models.reference", is_policy=True) if needs_reference else None,
+    )
+
+
+def read_shape(path: str, *, field: str, is_policy: bool) -> ModelShape:
+    """Return the sizes of the model in a folder: a causal language model, or a value model with one output.
+
+    Args:
+        path: folder of the model.
+        field: setting that names the folder, for messages.
+        is_policy: whether to read a causal language model.
+
+    Raises:
+        ConfigError: the folder holds no such model.
     """
     model, head = empty_model(path, field=field, is_policy=is_policy)
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    linears, cuts = _linears(model, head), shard_plan(model)
+    linears, shards = _linears(model, head), shard_plan(model)
     return ModelShape(
         architecture=type(model).__name__,
         model_type=model.config.model_type,
@@ -169,7 +217,7 @@ def read_shape(path: str, *, field: str, is_policy: bool) -> ModelShape:
         key_size=(getattr(config, "num_key_value_heads", None) or heads) * head_size,
         vocab_size=head.out_features,
         is_gated=any("gate" in name for name, _, _ in linears),
-        cut=frozenset(name for name, _ in model.named_parameters() if cuts.dimension(name) is not None),
+        sharded=frozenset(name for name, _ in model.named_parameters() if shards.dimension(name) is not None),
     )
 
 
@@ -183,5 +231,5 @@ def _linears(model: nn.Module, head: nn.Module) -> tuple[tuple[str, int, int], .
 
 
 def _intermediate_size(linears: Sequence[tuple[str, int, int]], hidden_size: int, stated: int | None) -> int:
-    """Return the width of the feed-forward: as stated, else the widest input of a layer that returns to hidden."""
+    """Return the width of the feed-forward: as stated, else the largest input of a layer whose output is hidden."""
     return stated or max(inputs for _, inputs, outputs in linears if outputs == hidden_size)

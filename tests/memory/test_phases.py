@@ -1,5 +1,6 @@
-"""The phase machine: which tenant moves when, and every order that it forbids."""
+"""The memory manager: which tenant moves when, and every order of phases that it forbids."""
 
+import json
 from dataclasses import dataclass, field
 
 import pytest
@@ -33,7 +34,7 @@ ADMITTED = [
 
 @dataclass
 class FakeTenant:
-    """Takes `num_bytes` while it is resident and writes down each move."""
+    """Occupies `num_bytes` while it is resident, and appends each move to a log."""
 
     name: str
     log: list[str]
@@ -55,8 +56,8 @@ class FakeTenant:
 
 
 @dataclass
-class House:
-    """A manager with a fake tenant for each row of the trainer's table, admitted in the order of the build."""
+class FakeRun:
+    """A memory manager with a fake tenant for each entry of RESIDENCY, admitted in the order of the build."""
 
     log: list[str] = field(default_factory=list)
     timeline: Timeline = field(default_factory=Timeline)
@@ -85,16 +86,16 @@ class House:
         return self.take_log()
 
 
-def test_each_tenant_leaves_before_the_next_is_built():
-    house = House()
-    assert house.take_log() == [f"-{name}" for name in house.tenants]
-    assert house.used() == 0
-    assert house.peak == 16  # the largest alone, never two
+def test_each_tenant_is_released_before_the_next_is_admitted():
+    run = FakeRun()
+    assert run.take_log() == [f"-{name}" for name in run.tenants]
+    assert run.used() == 0
+    assert run.peak == 16  # the largest tenant alone, never two at once
 
 
-def test_moves_of_two_steps():
-    house = House()
-    house.take_log()
+def test_moves_of_every_phase_in_two_steps():
+    run = FakeRun()
+    run.take_log()
     first = {
         SYNC: ["+engine_weights", "+actor_parameters"],
         ROLLOUT: ["-actor_parameters", "+engine_kv_cache"],
@@ -105,28 +106,26 @@ def test_moves_of_two_steps():
         UPDATE_CRITIC: ["-actor_parameters", "-reference", "-reward_model", "+critic_optimizer"],
         UPDATE_ACTOR: ["-critic_optimizer", "-critic_parameters", "+actor_optimizer", "+actor_parameters"],
     }
-    assert {phase: house.visit(phase, 1) for phase in Phase} == first
+    assert {phase: run.visit(phase, 1) for phase in Phase} == first
     second = {**first, SYNC: ["-actor_optimizer", "+engine_weights"]}
-    assert {phase: house.visit(phase, 2) for phase in Phase} == second
+    assert {phase: run.visit(phase, 2) for phase in Phase} == second
 
 
-def test_peak_is_the_largest_phase():
-    house = House()
+def test_peak_is_that_of_the_largest_phase():
+    run = FakeRun()
     residents = {}
     for phase in [*Phase, *Phase]:
-        house.visit(phase, 1)
-        residents[phase] = house.used()
-    # Within phases; moves themselves are covered by the order release before restore.
+        run.visit(phase, 1)
+        residents[phase] = run.used()
+    # These are bytes inside phases; during moves the order release before restore bounds the peak.
     assert residents == {SYNC: 5, ROLLOUT: 8, SCORE: 7, UPDATE_CRITIC: 13, UPDATE_ACTOR: 18}
-    assert house.peak == 18
+    assert run.peak == 18
 
 
-def test_each_move_is_in_the_timeline_with_its_bytes(tmp_path):
-    house = House()
-    house.visit(SYNC, 4)
-    house.timeline.write(tmp_path / "timeline.json")
-    import json
-
+def test_the_timeline_has_each_move_with_its_bytes(tmp_path):
+    run = FakeRun()
+    run.visit(SYNC, 4)
+    run.timeline.write(tmp_path / "timeline.json")
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     restore = next(e for e in events if e["name"] == "restore engine_weights")
     assert restore["args"]["bytes"] == 3 and restore["args"]["step"] == 4 and restore["cat"] == "sync"
@@ -135,63 +134,65 @@ def test_each_move_is_in_the_timeline_with_its_bytes(tmp_path):
     assert transition["args"] == {"step": 4, "phase": "sync"}
 
 
-def test_current_phase():
-    house = House()
-    assert house.manager.current is None
-    with house.manager.phase(SYNC):
-        assert house.manager.current is SYNC
-    assert house.manager.current is None
+def test_current_is_the_open_phase():
+    run = FakeRun()
+    assert run.manager.current is None
+    with run.manager.phase(SYNC):
+        assert run.manager.current is SYNC
+    assert run.manager.current is None
 
 
 @pytest.mark.parametrize("outer", Phase)
 @pytest.mark.parametrize("inner", Phase)
 def test_no_phase_opens_inside_another(outer, inner):
-    house = House()
-    house.visit(SYNC, 1)
+    run = FakeRun()
+    run.visit(SYNC, 1)
     with (
-        house.manager.phase(outer),
+        run.manager.phase(outer),
         pytest.raises(PhaseError, match=f"{inner.value} opened inside phase {outer.value}"),
     ):
-        house.manager.phase(inner).__enter__()
-    assert house.manager.current is None
+        run.manager.phase(inner).__enter__()
+    assert run.manager.current is None
 
 
 @pytest.mark.parametrize("before", Phase)
 @pytest.mark.parametrize("phase", Phase)
 def test_every_pair_of_phases(before, phase):
-    """The engine's weights are dropped in all but SYNC and ROLLOUT, and only SYNC fills them again."""
-    house = House()
-    house.visit(SYNC, 1)
-    house.visit(before, 1)
+    """The engine's weights are dropped outside of SYNC and ROLLOUT, and only SYNC fills them again."""
+    run = FakeRun()
+    run.visit(SYNC, 1)
+    run.visit(before, 1)
     if phase is ROLLOUT and before not in (SYNC, ROLLOUT):
         with pytest.raises(PhaseError, match=r"engine_weights was dropped and would enter rollout .*sync fills it"):
-            house.visit(phase, 1)
-        assert house.take_log() == []  # refused before anything moved
-        house.visit(SYNC, 2)  # and the way out is open
+            run.visit(phase, 1)
+        assert run.take_log() == []  # refused before anything moved
+        run.visit(SYNC, 2)  # the manager is still usable
         phase = SYNC
     else:
-        house.visit(phase, 1)
-    assert {n for n, t in house.tenants.items() if t.is_resident} == {n for n in RESIDENCY if phase in RESIDENCY[n]}
+        run.visit(phase, 1)
+    assert {n for n, t in run.tenants.items() if t.is_resident} == {
+        n for n in RESIDENCY if phase in RESIDENCY[n].phases
+    }
 
 
 def test_rollout_before_the_first_sync_is_refused():
     with pytest.raises(PhaseError, match="engine_weights"):
-        House().visit(ROLLOUT, 1)
+        FakeRun().visit(ROLLOUT, 1)
 
 
 @pytest.mark.parametrize("name", BYTES)
 @pytest.mark.parametrize("phase", Phase)
-def test_tenant_that_moved_by_itself_is_named(name, phase):
-    house = House()
-    house.visit(SYNC, 1)
-    house.visit(phase, 1)
-    tenant = house.tenants[name]
+def test_error_names_a_tenant_that_moved_outside_of_the_manager(name, phase):
+    run = FakeRun()
+    run.visit(SYNC, 1)
+    run.visit(phase, 1)
+    tenant = run.tenants[name]
     tenant.is_resident = not tenant.is_resident
     with pytest.raises(PhaseError, match=f"tenant {name} is_resident={tenant.is_resident}"):
-        house.visit(SYNC, 2)
+        run.visit(SYNC, 2)
 
 
-def test_tenant_that_does_not_move_is_named():
+def test_error_names_a_tenant_that_did_not_move():
     class Stuck(FakeTenant):
         def release(self) -> int:
             return 0
@@ -201,9 +202,9 @@ def test_tenant_that_does_not_move_is_named():
         manager.admit("reference", Stuck("reference", []))
 
 
-def test_unknown_and_double_tenants_are_refused():
+def test_unknown_and_duplicate_tenants_are_refused():
     manager = MemoryManager(RESIDENCY, CPU, Timeline())
-    with pytest.raises(PhaseError, match="no row for optimizer"):
+    with pytest.raises(PhaseError, match="no tenant named optimizer"):
         manager.admit("optimizer", Resident())
     manager.admit("reference", Resident())
     with pytest.raises(PhaseError, match="reference was admitted before"):
@@ -211,16 +212,16 @@ def test_unknown_and_double_tenants_are_refused():
 
 
 def test_phase_closes_when_its_body_fails():
-    house = House()
-    house.visit(SYNC, 1)
-    with pytest.raises(ZeroDivisionError), house.manager.phase(SCORE):
+    run = FakeRun()
+    run.visit(SYNC, 1)
+    with pytest.raises(ZeroDivisionError), run.manager.phase(SCORE):
         raise ZeroDivisionError
-    assert house.manager.current is None
-    house.take_log()
-    assert house.visit(UPDATE_CRITIC, 1) == ["-actor_parameters", "-reference", "-reward_model", "+critic_optimizer"]
+    assert run.manager.current is None
+    run.take_log()
+    assert run.visit(UPDATE_CRITIC, 1) == ["-actor_parameters", "-reference", "-reward_model", "+critic_optimizer"]
 
 
-def test_resident_moves_nothing_and_follows_the_table():
+def test_resident_tenant_follows_the_table_and_copies_nothing():
     tenant = Resident()
     assert tenant.filled_in is None
     manager = MemoryManager(RESIDENCY, CPU, Timeline())
@@ -233,7 +234,7 @@ def test_resident_moves_nothing_and_follows_the_table():
         assert not tenant.is_resident
 
 
-def test_dropped_resident_is_held_to_the_table_too():
+def test_resident_tenant_that_is_filled_in_one_phase_is_checked_too():
     manager = MemoryManager(RESIDENCY, CPU, Timeline())
     manager.admit("engine_weights", Resident(filled_in=SYNC))
     with pytest.raises(PhaseError, match="sync fills it"):
@@ -244,7 +245,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_frozen_module_comes_back_bit_for_bit(device):
+def test_frozen_module_is_restored_bit_for_bit(device):
     module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64)).to(device)
     before = {name: t.clone().cpu() for name, t in module.state_dict().items()}
     tenant = FrozenModule(module)
@@ -259,7 +260,7 @@ def test_frozen_module_comes_back_bit_for_bit(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_frozen_module_that_was_written_to_is_copied_out_anew(device):
+def test_frozen_module_is_copied_to_the_host_again_after_a_change(device):
     module = torch.nn.Linear(2, 1).to(device)
     tenant = FrozenModule(module)
     for value, expected_copied in ((1.0, 12), (2.0, 12), (2.0, 0)):
@@ -272,7 +273,7 @@ def test_frozen_module_that_was_written_to_is_copied_out_anew(device):
         tenant.restore()
         assert module.weight.tolist() == [[value, value]]
     tenant.release()
-    tenant.parameters()["weight"].fill_(5.0)  # as a checkpoint does that is read while the module is away
+    tenant.parameters()["weight"].fill_(5.0)  # like a checkpoint loaded while the module is released
     tenant.restore()
     assert module.weight.tolist() == [[5.0, 5.0]]
 
@@ -285,7 +286,7 @@ def test_frozen_module_that_was_written_to_is_copied_out_anew(device):
         ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512, expandable_segments:True", "max_split_size_mb:512,"),
     ],
 )
-def test_segments_grow_beside_what_the_user_has_set(monkeypatch, name, value, kept):
+def test_expandable_segments_keep_the_users_allocator_settings(monkeypatch, name, value, kept):
     given: list[str] = []
     take = torch._C._accelerator_setAllocatorSettings
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda text: (take(text), given.append(text)))
@@ -297,3 +298,14 @@ def test_segments_grow_beside_what_the_user_has_set(monkeypatch, name, value, ke
     for is_on in (True, False):
         grow_segments(torch.device("cuda"), is_on=is_on)
     assert given == [f"{kept}expandable_segments:True", f"{kept}expandable_segments:False"]
+
+
+def test_specs_say_whom_a_tenant_belongs_to_and_what_a_release_does():
+    trained = {"critic_parameters", "critic_optimizer", "actor_parameters", "actor_optimizer"}
+    assert {name for name, spec in RESIDENCY.items() if spec.is_trained} == trained
+    assert {name for name, spec in RESIDENCY.items() if spec.model == "engine"} == {"engine_weights", "engine_kv_cache"}
+    for name, spec in RESIDENCY.items():
+        assert spec.on_release == ("drop" if spec.model == "engine" else "copy" if name in trained else "copy_once")
+        assert not spec.is_always_resident and spec.in_every_phase().is_always_resident
+    resident = {**RESIDENCY, "reference": RESIDENCY["reference"].in_every_phase()}
+    assert MemoryManager(resident, CPU, Timeline()).always_resident == {"reference"}
