@@ -48,8 +48,8 @@ class RunConfig:
     """Steps between evaluations on `prompts.eval_path`, which also precede step 1 and follow the last step; 0 disables
     them."""
     eval_function: str = "exact_match"
-    """Rule function of an evaluation, named as in `reward.functions`; a response with a score of at least 1 is correct.
-    Rule function of an evaluation, named as in `reward.functions`; a response with a score of at least 1 is correct."""
+    """Rule function of an evaluation, named as in `reward.functions`; a response with a score of at least 1 is
+    correct."""
     eval_samples: int = 1
     """Responses per held-out prompt: 1 decodes greedily, more are sampled at `rollout.temperature` and also give
     pass@k."""
@@ -84,16 +84,16 @@ class ModelsConfig:
     reference: str | None = None
     """Policy of the KL penalty; null takes the actor's initial weights. Not loaded if `advantage.kl_coef` is 0."""
     reference_sync_steps: int = 0
-    """Steps between updates of the reference, reference = (1 - alpha) * reference + alpha * actor; 0 keeps it frozen.
-    Steps between updates of the reference, reference = (1 - alpha) * reference + alpha * actor; 0 keeps it frozen."""
+    """Steps between updates of the reference, reference = (1 - alpha) * reference + alpha * actor; 0 keeps it
+    frozen."""
     reference_mixup_alpha: float = 0.6
     """Weight alpha of the actor in such an update, in (0, 1]."""
     ema_decay: float | None = None
     """Decay of an exponential moving average of the actor's weights, in (0, 1), kept on the host and exported; null is
     off."""
     reward: str | None = None
-    """Frozen sequence classifier with one label; null takes rewards from `reward.functions` and remote services alone.
-    Frozen sequence classifier with one label; null takes rewards from `reward.functions` and remote services alone."""
+    """Frozen sequence classifier with one label; null takes rewards from `reward.functions` and remote services
+    alone."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of parameters and activations; auto is bfloat16 on a GPU and float32 on a CPU."""
     attention: Literal["auto", "flash_attention_2", "varlen", "sdpa", "eager"] = "auto"
@@ -166,8 +166,8 @@ class RolloutConfig:
     dynamic_filtering_max_retries: int = 8
     """Maximum number of further batches of prompts that a step draws to replace filtered groups."""
     seed_per_request: bool = True
-    """Give every request its own seed, so that samples do not depend on batching; false uses one generator per engine.
-    Give every request its own seed, so that samples do not depend on batching; false uses one generator per engine."""
+    """Give every request its own seed, so that samples do not depend on batching; false uses one generator per
+    engine."""
     kv_cache_memory_bytes: int | None = 1 << 30
     """Size in bytes of an engine's KV cache on each of its GPUs; null takes what the plan leaves, at most what one
     batch needs."""
@@ -180,8 +180,8 @@ class RolloutConfig:
     prefix_caching: bool = True
     """Reuse the KV cache of equal prompt prefixes, such as those within a group."""
     max_logprob_gap: float | None = None
-    """Mean |engine - trainer| log-prob of sampled tokens above which the run exits; null is 1e-3 in float32, else 0.1.
-    Mean |engine - trainer| log-prob of sampled tokens above which the run exits; null is 1e-3 in float32, else 0.1."""
+    """Mean |engine - trainer| log-prob of sampled tokens above which the run exits; null is 1e-3 in float32, else
+    0.1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,11 +204,11 @@ class RewardConfig:
     remote_retries: int = 3
     """Further attempts of a failed request, each at the next service, after pauses that grow."""
     timeout_s: float = 10.0
-    """Seconds that all rule functions together may take for a response; a scorer process that exceeds them is killed.
-    Seconds that all rule functions together may take for a response; a scorer process that exceeds them is killed."""
+    """Seconds that all rule functions together may take for a response; a scorer process that exceeds them is
+    killed."""
     on_error: Literal["raise", "zero"] = "raise"
-    """Handling of a scorer that fails or exceeds its time: exit with an error, or give score 0 and count the failure.
-    Handling of a scorer that fails or exceeds its time: exit with an error, or give score 0 and count the failure."""
+    """Handling of a scorer that fails or exceeds its time: exit with an error, or give score 0 and count the
+    failure."""
     num_workers: int = 1
     """Scorer processes per rank."""
     truncation_penalty: float = 0.0
