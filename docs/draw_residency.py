@@ -1,12 +1,10 @@
 """Draw docs/images/residency.svg from the residency table: python docs/draw_residency.py.
 
-A filled cell says that a tenant is on the GPU in a phase.
+A filled cell says that a tenant is on the GPU in a phase, its colour what a release does with the contents.
 """
 
 import sys
-from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -15,23 +13,13 @@ from hybrid_rl.memory.residency import RESIDENCY, Phase
 
 PICTURE = Path(__file__).parent / "images" / "residency.svg"
 LEFT, TOP, WIDTH, HEIGHT = 190, 66, 118, 30
+COLOURS = {"drop": ENGINE, "copy": TRAINER, "copy_once": FROZEN}
 LEGEND = (
-    (ENGINE, "rollout engine: dropped, filled again"),
-    (TRAINER, "trained: copied to the host"),
-    (FROZEN, "frozen: a host copy stays"),
+    ("drop", "rollout engine: dropped, filled again"),
+    ("copy", "trained: copied to the host"),
+    ("copy_once", "frozen: a host copy stays"),
 )
-
-
-def colour(tenant: str) -> str:
-    """Return the colour of a tenant: it says what becomes of the contents when the tenant leaves."""
-    if tenant.startswith("engine_"):
-        return ENGINE
-    return FROZEN if tenant in ("reference", "reward_model") else TRAINER
-
-
-def phases_of(spec: Any) -> Collection[Phase]:
-    """Return the phases in which a tenant is on the GPU."""
-    return getattr(spec, "phases", spec)
+"""What becomes of the contents of a tenant that leaves the GPU."""
 
 
 def draw() -> str:
@@ -44,13 +32,13 @@ def draw() -> str:
         y = TOP + HEIGHT * row
         shapes.append(text(LEFT - 12, y + 20, tenant.replace("_", " ").replace("kv", "KV"), anchor="end", size=13))
         for column, phase in enumerate(Phase):
-            is_here = phase in phases_of(spec)
-            fill = f'fill="{colour(tenant)}"' if is_here else f'fill="{FAINT}" fill-opacity="0.12"'
+            is_here = phase in spec.phases
+            fill = f'fill="{COLOURS[spec.on_release]}"' if is_here else f'fill="{FAINT}" fill-opacity="0.12"'
             x, size = LEFT + WIDTH * column + 2, f'width="{WIDTH - 4}" height="{HEIGHT - 4}"'
             shapes.append(f'<rect x="{x}" y="{y + 2}" {size} rx="4" {fill}/>')
-    for place, (fill, words) in enumerate(LEGEND):
+    for place, (on_release, words) in enumerate(LEGEND):
         x = (20, 310, 550)[place]
-        shapes.append(f'<rect x="{x}" y="{bottom + 16}" width="16" height="16" rx="3" fill="{fill}"/>')
+        shapes.append(f'<rect x="{x}" y="{bottom + 16}" width="16" height="16" rx="3" fill="{COLOURS[on_release]}"/>')
         shapes.append(text(x + 24, bottom + 29, words, anchor="start", size=13))
     return picture(width, bottom + 46, "Residency of the tenants over the five phases of a step", shapes)
 
