@@ -111,14 +111,14 @@ def gae(tokens: TokenRewards) -> Advantages:
     Source: Schulman et al. 2016; a lambda of its own for the value targets, and one that grows with the response, are
     Yue et al. 2025 (VAPO).
     """
-    if tokens.values is None:
+    values = tokens.values
+    if values is None:
         raise ValueError("values is None: gae needs the critic's values")
 
     def estimate(gae_lambda: float | Tensor) -> Advantages:
-        assert tokens.values is not None
         return gae_advantages(
             tokens.rewards,
-            tokens.values,
+            values,
             tokens.response_mask,
             gamma=tokens.gamma,
             gae_lambda=gae_lambda,
