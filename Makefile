@@ -72,7 +72,7 @@ TORCH_INDEX = $(if $(filter cpu,$(DEVICE)),$(shell .venv/bin/pip index versions 
 
 $(STAMP): .venv/bin/uv
 	@echo "installing $(LOCK) into .venv"
-	@$(UV) pip install --no-deps $(TORCH_INDEX) -r $(LOCK)
+	@$(UV) pip install --no-deps --compile-bytecode $(TORCH_INDEX) -r $(LOCK)
 	@$(UV) pip install --no-deps --no-build-isolation --reinstall-package hybrid_rl -e .
 	@rm -f .venv/.installed-* && touch $@
 
