@@ -11,7 +11,7 @@ from hybrid_rl.planning.shapes import ModelShape
 from hybrid_rl_kernels.reference import CHUNK_ROWS
 
 BUCKET_ELEMENTS = 50_000_000
-"""Bucket size of engines/deepspeed, restated because that package imports DeepSpeed; a test compares the two."""
+"""Bucket size of engines/deepspeed/settings.py, restated because planning imports no engine; a test compares them."""
 ALLREDUCE_ELEMENTS = 500_000_000
 """Elements that ZeRO 0 and 1 flatten for one all-reduce: default of DeepSpeed's buffered_allreduce_fallback."""
 LIVE_ELEMENTS = 1_000_000_000

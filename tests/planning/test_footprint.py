@@ -1,4 +1,4 @@
-"""The formulas against the allocator: real DeepSpeed engines take two steps on one and on two ranks; real heads."""
+"""The formulas against the allocator: two steps of real DeepSpeed engines on one and two ranks, and real heads."""
 
 import ctypes
 import dataclasses
@@ -19,15 +19,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybrid_rl.config import Config, ModelsConfig, OptimizerConfig, PromptsConfig, RolloutConfig, UpdateConfig
 from hybrid_rl.distributed import World, join_world
-from hybrid_rl.engines import deepspeed
+from hybrid_rl.engines.deepspeed import settings as deepspeed_settings
+from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
 from hybrid_rl.models.loading import load_actor
 from hybrid_rl.planning import footprint as formulas
-from hybrid_rl.planning.footprint import Sharding, footprint, head_bytes, tokens_per_rank
+from hybrid_rl.planning.footprint import Sharding, engine_footprint, head_bytes
 from hybrid_rl.planning.shapes import ModelShape, read_shape
+from hybrid_rl.planning.workload import tokens_per_rank
 from hybrid_rl_kernels.reference import fused_logprobs
 
 Bytes = dict[str, tuple[int, int]]
-"""Bytes allocated at each mark, and the most since the mark before it."""
+"""Mark -> bytes allocated at the mark, and the peak since the previous mark."""
 NUM_TOKENS = 32
 BUCKET = 1_000_000
 SHAPE = ModelShape(
@@ -49,7 +51,7 @@ ON_HOST = (2, "bfloat16", "cpu_adam")
 
 
 def allocated(profiler: profile) -> list[tuple[float, str | int]]:
-    """Return marks and, after each allocation, the bytes allocated on the CPU, in the order of time."""
+    """Return the marks and, after each allocation, the bytes allocated on the CPU, ordered by time."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -64,10 +66,10 @@ def allocated(profiler: profile) -> list[tuple[float, str | int]]:
 
 
 def peaks(profiler: profile) -> Bytes:
-    """Return the bytes at each mark and the most since the mark before it."""
+    """Return the bytes at each mark and the peak since the previous mark."""
     result, peak, now, start = {}, 0, 0, 0
     for _, what in allocated(profiler):
-        if what == "mark start":  # earlier engines are still there
+        if what == "mark start":  # earlier engines are still alive
             start = now
         elif isinstance(what, str):
             result[what.removeprefix("mark ")] = (now - start, peak - start)
@@ -78,7 +80,7 @@ def peaks(profiler: profile) -> Bytes:
 
 
 def mark(name: str) -> None:
-    """Mark the bytes that are allocated now; gloo's thread lets go of a bucket some time after its work is done."""
+    """Mark the bytes allocated at this point; the pause lets gloo's thread free its last bucket."""
     time.sleep(0.1)
     torch.empty(1)
     with record_function(f"mark {name}"):
@@ -86,31 +88,31 @@ def mark(name: str) -> None:
 
 
 def count_every_thread() -> None:
-    """Let the profiler's total follow all threads: it would miss what gloo's thread frees, a bucket now and then.
+    """Let the profiler count all threads, because gloo's thread sometimes is the one that frees a bucket.
 
-    It was the last to hold a tensor in 5 to 20 % of reductions. The flag is torch's; Python has no name for it.
+    The flag belongs to PyTorch, which has no Python name for it.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libc10.so"))
     ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
 
 
 def measure(
-    folder: str, stage: int, dtype: str, world: World, engines: list[deepspeed.DeepSpeedEngine], **optimizer: Any
+    folder: str, stage: int, dtype: str, world: World, engines: list[DeepSpeedEngine], **optimizer: Any
 ) -> Bytes:
-    """Take two optimizer steps of two micro-batches each; the second step's parts are marked.
+    """Take two optimizer steps of two micro-batches each, with marks, and return the bytes at the marks.
 
     Args:
-        engines: grows by one; an engine that ended would be freed while the next one is measured.
+        engines: receives the engine; it must not be freed while the next one is measured.
     """
     actor = load_actor(folder, ModelsConfig(actor=folder, dtype=dtype, attention="sdpa"), torch.device("cpu"))
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         mark("start")
-        loaded = [parameter.data for parameter in actor.parameters()]  # kept, for freeing them would count
+        loaded = [parameter.data for parameter in actor.parameters()]  # kept alive, because freeing them would count
         for parameter in actor.parameters():
-            parameter.data = parameter.data.clone()  # out of the file that it is mapped from
+            parameter.data = parameter.data.clone()  # allocates memory, where the file is mapped
         settings = OptimizerConfig(lr=1e-3, **optimizer)
-        engine = deepspeed.DeepSpeedEngine(actor, settings, zero_stage=stage, total_steps=9, world=world)
+        engine = DeepSpeedEngine(actor, settings, zero_stage=stage, total_steps=9, world=world)
         ids = torch.arange(NUM_TOKENS)[None]
         for step in range(2):
             mark(f"before {step}")
@@ -135,15 +137,21 @@ def measure(
 
 
 def planned(shape: ModelShape, stage: int, dtype: str, num_ranks: int) -> tuple[int, int, int]:
-    """Return the least and the most bytes between two steps, and the peak of a step."""
+    """Return lower and upper bound of the bytes between two steps, and the peak of a step."""
     b = 2 if dtype == "bfloat16" else 4
     sharding = Sharding(zero_stage=stage, num_ranks=num_ranks, dtype_bytes=b, optimizer=OptimizerConfig())
-    part = footprint(shape, sharding, num_trained=shape.num_params)
+    part = engine_footprint(shape, sharding, num_trained=shape.num_params)
     activations = shape.activation_bytes(NUM_TOKENS, b, checkpointing=False, repeats_keys=True, is_fused=False)
     head = head_bytes(shape, NUM_TOKENS, backend="reference", backward=True)
-    computing = activations + max(head, shape.transient_bytes(NUM_TOKENS, b)) + part.reduction + part.gathered
-    least = part.weights + part.states
-    return least, least + part.kept, least + part.kept + part.gradients + max(computing, part.step)
+    computing = (
+        activations + max(head, shape.transient_bytes(NUM_TOKENS, b)) + part.reduction_bytes + part.gathered_bytes
+    )
+    least = part.parameter_bytes + part.optimizer_bytes
+    return (
+        least,
+        least + part.buffer_bytes,
+        least + part.buffer_bytes + part.gradient_bytes + max(computing, part.step_bytes),
+    )
 
 
 def make_folder(root: Path) -> str:
@@ -163,10 +171,10 @@ def make_folder(root: Path) -> str:
 
 def main() -> None:
     folder, rank = Path(sys.argv[1]), os.environ.get("RANK", "0")
-    model = make_folder(folder / f"files{rank}")  # before the ranks know each other: only the first one would write
+    model = make_folder(folder / f"files{rank}")  # before the process group starts, in which only the first rank writes
     count_every_thread()
-    deepspeed._BUCKET_ELEMENTS, world = BUCKET, join_world()
-    engines: list[deepspeed.DeepSpeedEngine] = []
+    deepspeed_settings.BUCKET_ELEMENTS, world = BUCKET, join_world()
+    engines: list[DeepSpeedEngine] = []
     found = {case: measure(model, *case, world, engines) for case in CASES}
     found[ON_HOST] = measure(model, *ON_HOST[:2], world, engines, kind=ON_HOST[2])
     torch.save(found, folder / f"rank{rank}.pt")
@@ -174,7 +182,7 @@ def main() -> None:
 
 @pytest.fixture(scope="module")
 def measured(on_two_ranks, tmp_path_factory):
-    """Number of ranks -> case -> mark -> bytes now and at most, and the shape."""
+    """Number of ranks -> case -> mark -> bytes at the mark and peak since the previous one."""
     folder = tmp_path_factory.mktemp("one_rank")
     subprocess.run([sys.executable, __file__, str(folder), ""], check=True)
     return {1: torch.load(folder / "rank0.pt"), 2: on_two_ranks(__file__)[0]}
@@ -189,31 +197,31 @@ def shape(tmp_path_factory) -> ModelShape:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("stage, dtype", CASES)
-def test_a_step_takes_what_is_planned(measured, shape, monkeypatch, stage, dtype, num_ranks):
+def test_the_peak_of_a_training_step_matches_the_formulas(measured, shape, monkeypatch, stage, dtype, num_ranks):
     monkeypatch.setattr(formulas, "BUCKET_ELEMENTS", BUCKET)
     marks = measured[num_ranks][stage, dtype]
     least, most, peak = planned(shape, stage, dtype, num_ranks)
     real = max(marks["backward 1"][1], marks["step 1"][1])
     between = marks["step 1"][0]
     assert 0.99 * least <= between <= 1.01 * most
-    # Of ZeRO-3 on several ranks the plan has a prefetch on its way at the peak; these layers are smaller than that.
+    # With ZeRO-3 on several ranks the plan counts a prefetch in transit; the layers of this model are smaller.
     assert (0.88 if (stage, num_ranks) == (3, 2) else 0.91) * peak <= real <= 1.1 * peak
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_gradients_wait_on_the_device_for_an_optimizer_on_the_host(measured, shape, num_ranks):
+def test_gradients_for_an_optimizer_on_the_host_accumulate_on_the_device(measured, shape, num_ranks):
     optimizer = OptimizerConfig(kind="cpu_adam")
     sharding = Sharding(zero_stage=2, num_ranks=num_ranks, dtype_bytes=2, optimizer=optimizer)
     marks = measured[num_ranks][ON_HOST]
-    planned = footprint(shape, sharding, num_trained=shape.num_params).gradients
+    planned = engine_footprint(shape, sharding, num_trained=shape.num_params).gradient_bytes
     assert marks["backward 1"][0] - marks["step 1"][0] == pytest.approx(planned, rel=0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [512, 3072])
 @pytest.mark.parametrize("has_entropy", [False, True])
-def test_a_head_takes_what_is_planned(dtype, num_rows, has_entropy, num_words=8000, hidden_size=64):
+def test_the_peak_of_a_head_matches_the_formula(dtype, num_rows, has_entropy, num_words=8000, hidden_size=64):
     hidden = torch.randn(num_rows, hidden_size, dtype=dtype, requires_grad=True)
     weight = torch.randn(num_words, hidden_size, dtype=dtype, requires_grad=True)
     targets = torch.arange(num_rows)
@@ -235,24 +243,29 @@ def test_a_head_takes_what_is_planned(dtype, num_rows, has_entropy, num_words=80
     assert head_bytes(dataclasses.replace(shape, vocab_size=1), 9, backend="reference", backward=True) == 0
 
 
-def test_sharing_by_hand():
-    # 1200 parameters, the largest of 600, bfloat16, ZeRO-2 on 4 ranks: 300 of each state here.
+def test_footprints_by_hand():
+    # 1200 parameters, 600 in the largest tensor, bfloat16, ZeRO-2 on 4 ranks: a shard has 300.
     shape = dataclasses.replace(SHAPE, tensors=(("a", (30, 20)), ("b", (600,))))
     sharding = Sharding(zero_stage=2, num_ranks=4, dtype_bytes=2, optimizer=OptimizerConfig())
-    part = footprint(shape, sharding, num_trained=1200)
-    assert (part.weights, part.states, part.moved, part.gradients) == (2400, 3600, 3600, 1200)
-    part = footprint(shape, dataclasses.replace(sharding, zero_stage=3), num_trained=1200)
-    assert (part.weights, part.states, part.gradients, part.step) == (600, 4800, 0, 1200)
-    part = footprint(shape, sharding, num_trained=40)  # adapters, beside the model
-    assert (part.weights, part.states, part.gradients) == (2480, 120, 40)
+    part = engine_footprint(shape, sharding, num_trained=1200)
+    assert (part.parameter_bytes, part.optimizer_bytes, part.moved_bytes, part.gradient_bytes) == (
+        2400,
+        3600,
+        3600,
+        1200,
+    )
+    part = engine_footprint(shape, dataclasses.replace(sharding, zero_stage=3), num_trained=1200)
+    assert (part.parameter_bytes, part.optimizer_bytes, part.gradient_bytes, part.step_bytes) == (600, 4800, 0, 1200)
+    part = engine_footprint(shape, sharding, num_trained=40)  # adapters on top of the model
+    assert (part.parameter_bytes, part.optimizer_bytes, part.gradient_bytes) == (2480, 120, 40)
     host = dataclasses.replace(sharding, optimizer=OptimizerConfig(kind="cpu_adam"))
-    part = footprint(shape, host, num_trained=1200)
-    assert (part.weights, part.states, part.moved, part.host) == (2400, 0, 0, 6000)
-    assert (part.gradients, part.kept) == (1200, 1200)  # 2 x 600 of the largest tensor
+    part = engine_footprint(shape, host, num_trained=1200)
+    assert (part.parameter_bytes, part.optimizer_bytes, part.moved_bytes, part.host_bytes) == (2400, 0, 0, 6000)
+    assert (part.gradient_bytes, part.buffer_bytes) == (1200, 1200)  # 2 bytes x 600 elements of the largest tensor
 
 
-def test_ranks_that_share_tokens_hold_their_part_by_hand():
-    """Micro-batches of at most 4 sequences of 10 tokens, 8 of them a response; more sequences than a rank has."""
+def test_tokens_per_sequence_parallel_rank_by_hand():
+    """Packs of at most 4 sequences of 10 tokens, 8 of which are the response."""
     config = Config(
         prompts=PromptsConfig(max_prompt_tokens=2),
         rollout=RolloutConfig(max_response_tokens=8),
@@ -260,14 +273,14 @@ def test_ranks_that_share_tokens_hold_their_part_by_hand():
     )
     assert tokens_per_rank(config, num_sequences=9, max_tokens=40) == (40, 32)
     assert tokens_per_rank(config, num_sequences=3, max_tokens=40) == (30, 24)
-    shared = dataclasses.replace(config, update=UpdateConfig(micro_batch_tokens=40, sequence_parallel_size=3))
-    # 13.3 tokens, and all of them may predict a response.
-    assert tokens_per_rank(shared, num_sequences=9, max_tokens=40) == (14, 14)
-    assert tokens_per_rank(shared, num_sequences=1, max_tokens=40) == (4, 4)
+    parallel = dataclasses.replace(config, update=UpdateConfig(micro_batch_tokens=40, sequence_parallel_size=3))
+    # 13.3 tokens, all of which may belong to a response.
+    assert tokens_per_rank(parallel, num_sequences=9, max_tokens=40) == (14, 14)
+    assert tokens_per_rank(parallel, num_sequences=1, max_tokens=40) == (4, 4)
 
 
-def test_the_bucket_is_the_engines():
-    assert formulas.BUCKET_ELEMENTS == deepspeed._BUCKET_ELEMENTS
+def test_the_bucket_size_equals_the_engines():
+    assert formulas.BUCKET_ELEMENTS == deepspeed_settings.BUCKET_ELEMENTS
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sizes of models against real modules: their parameters, peft's adapters, and what autograd really saves."""
+"""Sizes of models against real modules: their parameters, peft's adapters, and the tensors that autograd saves."""
 
 import pytest
 import torch
@@ -42,13 +42,13 @@ def folder(request, tmp_path):
 
 def test_tiny_llama_by_hand(tiny):
     shape = read_shape(str(tiny / "policy"), field="models.actor", is_policy=True)
-    # 40 words of 32, tied. A layer: q 32 64, k and v 32 32, o 64 32, gate, up and down 32 64, two norms of 32. A norm.
+    # Embedding 40 x 32, tied. A layer: q 32 x 64, k and v 32 x 32, o 64 x 32, gate, up, down 32 x 64, two norms of 32.
     layer = 2048 + 2 * 1024 + 2048 + 3 * 2048 + 2 * 32
     assert shape.num_params == 40 * 32 + 2 * layer + 32 == 26_016
     assert shape.largest_tensor == 2048
     assert shape.num_linear == 2 * (layer - 64)
     assert shape.kv_bytes_per_token(2) == 2 * 2 * 32 * 2  # keys and values, 2 layers, 1 head of 32, 2 bytes
-    assert shape.kv_bytes_per_token(2, num_gpus=2) == 2 * 2 * 32 * 2  # a head cannot be cut
+    assert shape.kv_bytes_per_token(2, num_gpus=2) == 2 * 2 * 32 * 2  # a head cannot be divided
     # 2 norms 2 * 6 * 32, inputs 2 * 2 * 32, q and output 4 * 64, one key head 4 * 32, log-sum-exp 4 * 2, 8 * 64.
     assert shape.layer_activation_bytes(2, repeats_keys=False, is_fused=False) == 384 + 128 + 256 + 128 + 8 + 512
     assert shape.layer_activation_bytes(2, repeats_keys=True, is_fused=False) == 384 + 128 + 256 + 256 + 8 + 512
@@ -61,17 +61,17 @@ def test_tiny_llama_by_hand(tiny):
     assert shape.head_flops(3) == 2 * 3 * 32 * 40
 
 
-def test_a_tensor_parallel_rank_holds_its_part_by_hand(tiny):
-    """All matrices of the layers but embeddings, which are the head too; norms are whole."""
+def test_the_shard_of_a_tensor_parallel_rank_by_hand(tiny):
+    """All matrices of the layers are sharded; norms and the embedding, which is also the head, are not."""
     shape = read_shape(str(tiny / "policy"), field="models.actor", is_policy=True)
-    assert shape.of_rank(1) == shape
+    assert shape.shard(1) == shape
     layer = 2048 + 2 * 1024 + 2048 + 3 * 2048
-    assert shape.of_rank(2).num_params == 40 * 32 + 2 * (layer // 2 + 2 * 32) + 32 == 13_728
-    assert dict(shape.of_rank(4).tensors)["model.layers.1.self_attn.k_proj.weight"] == (8, 32)
+    assert shape.shard(2).num_params == 40 * 32 + 2 * (layer // 2 + 2 * 32) + 32 == 13_728
+    assert dict(shape.shard(4).tensors)["model.layers.1.self_attn.k_proj.weight"] == (8, 32)
 
 
 @pytest.mark.parametrize("is_policy", [True, False])
-def test_parameters_are_those_of_the_real_module(folder, is_policy):
+def test_parameters_equal_those_of_the_real_module(folder, is_policy):
     auto_class = AutoModelForCausalLM if is_policy else AutoModelForSequenceClassification
     settings = AutoConfig.from_pretrained(folder)
     settings.num_labels = 2 if is_policy else 1
@@ -83,7 +83,7 @@ def test_parameters_are_those_of_the_real_module(folder, is_policy):
 
 
 @pytest.mark.parametrize("targets", [None, ["q_proj", "down_proj"]])
-def test_adapters_are_as_many_as_peft_makes(tmp_path, targets):
+def test_number_of_adapter_parameters_equals_pefts(tmp_path, targets):
     CONFIGS["llama"].save_pretrained(tmp_path)
     lora = LoraConfig(rank=3, target_modules=targets)
     model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
@@ -92,15 +92,15 @@ def test_adapters_are_as_many_as_peft_makes(tmp_path, targets):
     assert shape.num_adapted(lora) == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def test_a_folder_without_a_model_is_named(tmp_path):
+def test_the_error_names_a_folder_without_a_model(tmp_path):
     with pytest.raises(ConfigError, match=r"models.reward = .*: no Hugging Face model there"):
         read_shape(str(tmp_path), field="models.reward", is_policy=False)
 
 
 def saved_bytes(actor, num_tokens: int) -> int:
-    """Return the bytes that autograd keeps of a forward over one packed sequence, each storage once.
+    """Return the bytes that autograd saves in a forward over one packed sequence, each storage once.
 
-    Parameters, what is as large as a mask, and the rotary tables that all layers share are not the layers' activations.
+    Parameters, masks, and the rotary tables that all layers use are not activations of a layer.
     """
     skipped = {p.untyped_storage().data_ptr() for p in actor.parameters()}
     head_dim = actor.model.config.hidden_size // actor.model.config.num_attention_heads
@@ -110,7 +110,7 @@ def saved_bytes(actor, num_tokens: int) -> int:
     def note(tensor):
         is_table = tensor.shape[-2:] in ((num_tokens, num_tokens), (num_tokens, head_dim)) and tensor.shape[1] == 1
         if tensor.is_floating_point() and not is_table and tensor.untyped_storage().data_ptr() not in skipped:
-            kept.append(tensor)  # so that no later storage takes its address
+            kept.append(tensor)  # so that no later storage has the same address
             found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
@@ -125,13 +125,13 @@ def saved_bytes(actor, num_tokens: int) -> int:
 @pytest.mark.parametrize("dtype, dtype_bytes", [("bfloat16", 2), ("float32", 4)])
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_activations_are_what_autograd_saves(tmp_path, name, dtype, dtype_bytes, checkpointing):
+def test_activations_equal_the_tensors_that_autograd_saves(tmp_path, name, dtype, dtype_bytes, checkpointing):
     AutoModelForCausalLM.from_config(CONFIGS[name]).save_pretrained(tmp_path)
     settings = ModelsConfig(actor=str(tmp_path), dtype=dtype, gradient_checkpointing=checkpointing, attention="sdpa")
     actor = load_actor(str(tmp_path), settings, torch.device("cpu"))
     shape = read_shape(str(tmp_path), field="models.actor", is_policy=True)
     measured = saved_bytes(actor, 256)
     planned = shape.activation_bytes(256, dtype_bytes, checkpointing=checkpointing, repeats_keys=True, is_fused=False)
-    if checkpointing:  # the layer that is computed again is no part of what the forward leaves
+    if checkpointing:  # the recomputed layer's activations exist in the backward only
         planned -= 256 * shape.layer_activation_bytes(dtype_bytes, repeats_keys=True, is_fused=False)
     assert planned == pytest.approx(measured, rel=0.01)

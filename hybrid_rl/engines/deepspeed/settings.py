@@ -9,7 +9,7 @@ from torch import nn
 
 from hybrid_rl.config import OptimizerConfig
 
-_BUCKET_ELEMENTS = 50_000_000  # DeepSpeed's default of 500 million takes 2 GB in bfloat16, whatever the model's size
+BUCKET_ELEMENTS = 50_000_000  # DeepSpeed's default of 500 million takes 2 GB in bfloat16, whatever the model's size
 
 
 def lr_factor(config: OptimizerConfig, total_steps: int) -> Callable[[int], float]:
@@ -61,8 +61,8 @@ def deepspeed_settings(
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": zero_stage,
-            "reduce_bucket_size": _BUCKET_ELEMENTS,
-            "allgather_bucket_size": _BUCKET_ELEMENTS,
+            "reduce_bucket_size": BUCKET_ELEMENTS,
+            "allgather_bucket_size": BUCKET_ELEMENTS,
         },
     }
     if config.kind == "cpu_adam":
