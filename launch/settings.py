@@ -59,8 +59,11 @@ def prepare(config: Config) -> Config:
     Raises:
         ConfigError: a setting cannot work.
     """
-    from hybrid_rl.demo import resolve_demo  # imports transformers, which --help need not wait for
+    from transformers.utils.logging import disable_progress_bar  # imported here, so that --help need not wait
 
+    from hybrid_rl.demo import resolve_demo
+
+    disable_progress_bar()  # of the demo's models, which are saved and loaded in a moment
     return resolve_demo(validate(config))
 
 

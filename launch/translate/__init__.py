@@ -1,1 +1,1 @@
-"""Command lines of other systems, read as settings of ours: a table per system, and what all tables share."""
+"""Translation of command lines of other systems: a table of arguments per program, and the code that reads them."""

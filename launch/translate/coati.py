@@ -3,16 +3,16 @@
 from pathlib import PurePath
 from typing import Any
 
-from launch.translate.command import OURS, Command, Program, fixed, lost, maps, moot
+from launch.translate.command import KEEP_DEFAULT, Command, Program, fixed, lost, maps, moot
 
-NO_PIPELINE = "layers are not dealt out; update.zero_stage = 3 or update.tensor_parallel_size splits the model"
-EACH_PROCESS = "counted per process in theirs, over all ranks here"
+NO_PIPELINE = "there are no pipeline stages; update.zero_stage = 3 or update.tensor_parallel_size splits the model"
+EACH_PROCESS = "counted per process in ColossalChat, over all ranks here"
 REWARD_FUNCTIONS = {"gsm8k_reward_fn": "gsm8k", "math_competition_reward_fn": "math"}
 ZERO_STAGES = {"gemini": 3, "gemini_auto": 3, "zero2": 2, "zero2_cpu": 2}
 
 
 def _num_data_parallel(c: Command) -> int:
-    """Return how many processes see different prompts; 1 where the launcher is not in the command line."""
+    """Return the number of processes with different prompts; 1 if the command line does not name its launcher."""
     return max(1, (c.num_processes or 1) // (c["tp"] * c["pp"] * c["sp"]))
 
 
@@ -20,25 +20,25 @@ def _responses(c: Command) -> int:
     return c["num_collect_steps"] * c["experience_batch_size"] * _num_data_parallel(c)
 
 
-def _their_mini_batch(c: Command) -> int:
+def _coati_mini_batch_size(c: Command) -> int:
     return c["train_batch_size"] * c["accumulation_steps"] * _num_data_parallel(c)
 
 
 def _mini_batch_size(c: Command) -> int:
-    """Return the largest optimizer step that divides a batch of ours and is not larger than theirs."""
-    return max(n for n in range(1, _responses(c) + 1) if _responses(c) % n == 0 and n <= _their_mini_batch(c))
+    """Return the largest mini-batch that divides the rollout batch and does not exceed ColossalChat's."""
+    return max(n for n in range(1, _responses(c) + 1) if _responses(c) % n == 0 and n <= _coati_mini_batch_size(c))
 
 
 def _zero_stage(c: Command) -> int:
     return c["zero_stage"] if c["plugin"] == "3d" else ZERO_STAGES[c["plugin"]]
 
 
-def _matrix_sharers(c: Command) -> int:
+def _tensor_parallel_size(c: Command) -> int:
     return c["tp"] if c["plugin"] == "3d" else 1
 
 
-def _token_sharers(c: Command) -> int:
-    """Return how many processes share a sequence; beside theirs that share matrices, ours share none."""
+def _sequence_parallel_size(c: Command) -> int:
+    """Return the ranks per sequence; 1 with tensor parallelism, which excludes sequence parallelism here."""
     return c["sp"] if c["plugin"] == "3d" and c["enable_sequence_parallelism"] and c["tp"] == 1 else 1
 
 
@@ -47,7 +47,7 @@ def _is_on_host(c: Command) -> bool:
 
 
 def _weights(path: str | None, otherwise: Any) -> Any:
-    """Return a checkpoint of weights alone, which theirs tells by its name, or the model it would replace."""
+    """Return a checkpoint of weights alone, recognised by its name as in ColossalChat, or the given model."""
     return path if path and "modeling" in path else otherwise
 
 
@@ -60,8 +60,8 @@ def _functions(c: Command) -> list[str]:
     return ["think_format", *(REWARD_FUNCTIONS[name] for name in names)] if names else []
 
 
-def _weights_of_functions(c: Command) -> list[float] | None:
-    """Return theirs doubled: 1 for the form, of each function, and 9 more for each right answer."""
+def _function_weights(c: Command) -> list[float] | None:
+    """Return ColossalChat's weights, doubled: 1 for the format, per function, and 9 more per right answer."""
     num_answers = len(_functions(c)) - 1
     return [2.0 * num_answers] + [18.0] * num_answers if num_answers > 0 else None
 
@@ -71,7 +71,7 @@ def _has_ptx(c: Command) -> bool:
 
 
 def _ptx(c: Command, value: Any) -> Any:
-    return value if _has_ptx(c) else OURS
+    return value if _has_ptx(c) else KEEP_DEFAULT
 
 
 def _warmup_steps(c: Command) -> int:
@@ -90,39 +90,39 @@ TRAIN_PPO = (
         None,
         "models.reward",
         "models.critic",
-        note="theirs adds an untrained head where there is none; a reward model of ours is a trained classifier",
+        note="ColossalChat adds an untrained head if there is none; here a reward model is a trained classifier",
     ),
     maps(
         "rm_checkpoint_path",
         str,
         None,
         "models.reward",
-        note="theirs is a Booster checkpoint; export it as a Hugging Face sequence classifier first",
+        note="ColossalChat's is a Booster checkpoint; export it as a Hugging Face sequence classifier first",
     ),
     maps(
         "checkpoint_path",
         str,
         None,
         "models.actor",
-        note="a path with 'modeling' in it is the weights, of the reference too; a running state cannot be read here, "
-        "as run.resume continues only runs of this trainer",
+        note="a path with 'modeling' in it holds the weights, also those of the reference; a training state cannot be "
+        "read here, as run.resume continues only runs of this trainer",
     ),
     maps(
         "critic_checkpoint_path",
         str,
         None,
         "models.critic",
-        note="a path with 'modeling' in it is the weights; a running state cannot be read here",
+        note="a path with 'modeling' in it holds the weights; a training state cannot be read here",
     ),
-    moot("tokenizer_dir", str, "the tokenizer is the one beside the actor, for all four models"),
+    moot("tokenizer_dir", str, "the tokenizer in the actor's folder serves all four models"),
     maps(
         "prompt_dataset",
         str,
         [],
         "prompts.path",
         num_values=None,
-        note="theirs are folders of token ids; give the raw rows, with 'role' for 'from' in each message, and join "
-        "several into one file",
+        note="ColossalChat's are folders of token ids; give the raw rows, with 'role' for 'from' in each message, and "
+        "join several into one file",
     ),
     maps("conversation_template_config", str, None, "prompts.template_path"),
     fixed("columns", "", "prompts.prompt_column", "prompts.answer_column"),
@@ -130,7 +130,7 @@ TRAIN_PPO = (
     maps("max_seq_len", int, 256, "rollout.max_response_tokens", "prompts.max_prompt_tokens"),
     fixed(
         "long prompts",
-        "theirs cuts a prompt that is too long, here it is dropped and counted",
+        "ColossalChat truncates a prompt that is too long; here it is dropped and counted",
         "prompts.overlong_prompts",
     ),
     maps("num_episodes", int, 1, "run.num_steps", "update.actor.warmup_steps", "update.critic.warmup_steps"),
@@ -139,7 +139,7 @@ TRAIN_PPO = (
         int,
         2,
         "rollout.rollout_batch_size",
-        note="a batch of ours is what theirs collects in an episode, num_collect_steps x experience_batch_size",
+        note="a batch is what ColossalChat collects in an episode, num_collect_steps x experience_batch_size",
         when=lambda c: True,
     ),
     maps("experience_batch_size", int, 16, "rollout.rollout_batch_size", note=EACH_PROCESS, when=lambda c: True),
@@ -150,13 +150,13 @@ TRAIN_PPO = (
         int,
         8,
         "update.mini_batch_size",
-        note="theirs sums gradients over num_update_steps passes until train_batch_size x accumulation_steps responses "
-        "are seen; here an optimizer step ends with the pass, so it is smaller and there are more of them",
-        when=lambda c: _mini_batch_size(c) != _their_mini_batch(c),
+        note="ColossalChat sums gradients over num_update_steps passes until train_batch_size x accumulation_steps "
+        "responses are seen; here an optimizer step ends with the pass, so that steps are smaller and more numerous",
+        when=lambda c: _mini_batch_size(c) != _coati_mini_batch_size(c),
     ),
     fixed(
         "processes",
-        "the command line does not say how many there are, so batches are those of one; multiply "
+        "the command line does not give their number, so batches are those of one process; multiply "
         "rollout.rollout_batch_size, update.mini_batch_size and ptx.batch_size by the number",
         when=lambda c: c.num_processes is None,
     ),
@@ -167,8 +167,8 @@ TRAIN_PPO = (
     maps("warmup_steps", int, None, "update.actor.warmup_steps", "update.critic.warmup_steps"),
     fixed(
         "schedule",
-        "theirs plans the cosine over num_episodes but moves it with every optimizer step, so it ends early; here it "
-        "spans the run's optimizer steps",
+        "ColossalChat plans the cosine over num_episodes but advances it with every optimizer step, so that it ends "
+        "early; here it spans the run's optimizer steps",
         "update.actor.schedule",
         "update.critic.schedule",
         "update.actor.min_lr_ratio",
@@ -176,23 +176,25 @@ TRAIN_PPO = (
     maps("kl_coef", float, 0.1, "advantage.kl_coef"),
     fixed(
         "score",
-        "theirs cuts the score to [-5, 5] and adds it at every token, so early tokens earn it many times; here the "
-        "last token alone gets it",
+        "ColossalChat clips the score to [-5, 5] and adds it at every token, so that early tokens get it many times; "
+        "here the last token alone gets it",
         "reward.clip",
     ),
-    fixed("advantages", "theirs does not whiten them; GAE has gamma 1 and lambda 0.95 in both", "advantage.whiten"),
+    fixed(
+        "advantages", "ColossalChat does not whiten them; GAE has gamma 1 and lambda 0.95 in both", "advantage.whiten"
+    ),
     fixed(
         "sampling",
-        "theirs samples at temperature 0.7 from the 50 likeliest tokens but takes log-probs at temperature 1 over all; "
-        "here both are at 0.7 over all",
+        "ColossalChat samples at temperature 0.7 from the 50 likeliest tokens but takes log-probs at temperature 1 "
+        "over all tokens; here both are at 0.7 over all tokens",
         "rollout.temperature",
     ),
-    fixed("sampling seed", "theirs sets seed 41 before every generation; here each sample has a seed of its own"),
+    fixed("sampling seed", "ColossalChat sets seed 41 before every generation; here each sample has its own seed"),
     fixed("value clip", "", "update.value_clip"),
     fixed(
         "loss",
-        "theirs skips a step whose mean ratio is above 20, bounds the ratio by 10, and averages the policy loss over "
-        "each response, the value loss over tokens; here both are averaged over each response",
+        "ColossalChat skips a step whose mean ratio is above 20, bounds the ratio by 10, and averages the policy loss "
+        "over each response, the value loss over tokens; here both are averaged over each response",
         "update.aggregation",
     ),
     maps(
@@ -212,8 +214,8 @@ TRAIN_PPO = (
         "reward.weights",
         choices=REWARD_FUNCTIONS,
         num_values=None,
-        note="theirs gives 1 for the form and 10 for the right answer in it, counts each function twice, and cuts the "
-        "sum to 5; here a right answer in a wrong form counts too",
+        note="ColossalChat gives 1 for the format and 10 for a right answer in it, counts each function twice, and "
+        "clips the sum to 5; here a right answer in a wrong format counts, too",
     ),
     maps("ptx_dataset", str, [], "ptx.path", num_values=None, note="give the raw texts, in one file", when=_has_ptx),
     maps("ptx_coef", float, 0.0, "ptx.coef", "ptx.path"),
@@ -226,7 +228,7 @@ TRAIN_PPO = (
         "update.actor.kind",
         "update.critic.kind",
         "memory.swap",
-        note="Gemini's chunks become ZeRO 3, and 3d's pipeline parallelism data parallelism",
+        note="Gemini's chunks become ZeRO 3, and 3d's pipeline stages become data-parallel ranks",
         when=lambda c: c["plugin"] not in ("zero2", "zero2_cpu"),
     ),
     maps("zero_stage", int, 0, "update.zero_stage", "memory.swap"),
@@ -238,10 +240,10 @@ TRAIN_PPO = (
         int,
         1,
         "update.sequence_parallel_size",
-        note="GPUs that share a sequence exchange heads, whatever sp_mode says; beside tp they share none here",
+        note="GPUs of a sequence exchange heads, whatever sp_mode says; with tp there is no sequence parallelism here",
         when=lambda c: c["sp"] > 1 or (c["enable_sequence_parallelism"] and c["tp"] > 1),
     ),
-    moot("sp_mode", str, "GPUs that share a sequence exchange heads, as all_to_all"),
+    moot("sp_mode", str, "GPUs of a sequence exchange heads, as all_to_all"),
     maps("enable_sequence_parallelism", bool, False, "update.sequence_parallel_size"),
     lost("lora_config", str, None, "set models.lora.rank, alpha and target_modules from this file"),
     maps(
@@ -262,11 +264,11 @@ TRAIN_PPO = (
         int,
         1000,
         "checkpoint.every_steps",
-        note="theirs counts micro steps and looks at the end of an episode; here it counts steps of the loop",
+        note="ColossalChat counts micro steps and checks at the end of an episode; here it counts steps of the loop",
         when=lambda c: True,
     ),
-    moot("log_dir", str, "tensorboard/ lies in the run's folder, always"),
-    moot("use_wandb", bool, "metrics.jsonl has a row per step, always"),
+    moot("log_dir", str, "tensorboard/ is always in the run's folder"),
+    moot("use_wandb", bool, "metrics.jsonl always has a row per step"),
 )
 
 TRAIN_PPO_RULES = {
@@ -283,7 +285,7 @@ TRAIN_PPO_RULES = {
     "rollout.rollout_batch_size": _responses,
     "rollout.temperature": lambda c: 0.7,
     "reward.functions": _functions,
-    "reward.weights": _weights_of_functions,
+    "reward.weights": _function_weights,
     "reward.clip": lambda c: 5.0,
     "advantage.whiten": lambda c: False,
     "update.mini_batch_size": _mini_batch_size,
@@ -291,8 +293,8 @@ TRAIN_PPO_RULES = {
     "update.value_clip": lambda c: 0.2,
     "update.aggregation": lambda c: "sequence_mean",
     "update.zero_stage": _zero_stage,
-    "update.tensor_parallel_size": _matrix_sharers,
-    "update.sequence_parallel_size": _token_sharers,
+    "update.tensor_parallel_size": _tensor_parallel_size,
+    "update.sequence_parallel_size": _sequence_parallel_size,
     "update.actor.kind": lambda c: "cpu_adam" if _is_on_host(c) else "adamw",
     "update.critic.kind": lambda c: "cpu_adam" if _is_on_host(c) else "adamw",
     "update.actor.warmup_steps": _warmup_steps,
@@ -300,7 +302,9 @@ TRAIN_PPO_RULES = {
     "update.actor.schedule": lambda c: "cosine",
     "update.critic.schedule": lambda c: "cosine",
     "update.actor.min_lr_ratio": lambda c: 0.1,
-    "update.critic.min_lr_ratio": lambda c: 0.1 * c["lr"] / c["critic_lr"],  # theirs takes the actor's floor
+    "update.critic.min_lr_ratio": lambda c: (
+        0.1 * c["lr"] / c["critic_lr"]
+    ),  # ColossalChat takes the actor's minimum for both
     "ptx.path": lambda c: _ptx(c, _first(c["ptx_dataset"])),
     "ptx.coef": lambda c: _ptx(c, c["ptx_coef"]),
     "ptx.batch_size": lambda c: _ptx(c, c["ptx_batch_size"] * c["accumulation_steps"] * _num_data_parallel(c)),

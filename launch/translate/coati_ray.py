@@ -1,6 +1,6 @@
 """ColossalChat's `examples/community/ray/train_prompts_on_ray.py`, read at commit 4f9953be (April 2026).
 
-At that commit it cannot run, as modules that it imports are gone; what it means is still plain.
+At that commit it cannot run because modules that it imports are missing; its arguments still have a clear meaning.
 """
 
 from pathlib import PurePath
@@ -8,7 +8,7 @@ from pathlib import PurePath
 from launch.translate.command import Command, Program, fixed, maps, moot
 
 PROMPT_TOKENS, SEQUENCE_TOKENS = 96, 128
-ONE_POOL = "roles have no GPUs of their own here; every GPU holds a share of every model"
+ONE_POOL = "models have no GPUs of their own here; every GPU holds a shard of every model"
 
 
 def _num_actors(c: Command) -> int:
@@ -25,13 +25,14 @@ ARGUMENTS = (
         str,
         "",
         "prompts.path",
-        note="theirs may be a URL and each rank draws from it at random; here it is a file, and an epoch has each once",
+        note="ColossalChat also takes a URL, and each rank draws rows at random; here it is a file, and an epoch has "
+        "each row once",
     ),
     fixed("columns", "", "prompts.answer_column"),
     fixed(
         "lengths",
-        "theirs cuts prompts to 96 tokens and sequences to 128, prompt included; here a longer prompt is dropped and "
-        "every response may have 32 tokens",
+        "ColossalChat truncates prompts to 96 tokens and sequences to 128, prompt included; here a longer prompt is "
+        "dropped and every response may have 32 tokens",
         "prompts.max_prompt_tokens",
         "prompts.overlong_prompts",
         "rollout.max_response_tokens",
@@ -51,7 +52,8 @@ ARGUMENTS = (
         "gpt2",
         "models.actor",
         "models.reward",
-        note="theirs takes this model for the reward too, with an untrained head; set models.reward to a trained one",
+        note="ColossalChat takes this model for the reward, too, with an untrained head; set models.reward to a "
+        "trained one",
         when=lambda c: True,
     ),
     maps("save_path", str, "actor_checkpoint_prompts.pt", "run.dir", "run.name"),
@@ -60,7 +62,7 @@ ARGUMENTS = (
         str,
         "",
         "checkpoint.every_steps",
-        note="theirs takes any text for true, 'False' too",
+        note="ColossalChat takes any text as true, even 'False'",
     ),
     maps("num_episodes", int, 10, "run.num_steps"),
     maps("max_timesteps", int, 10, "run.num_steps"),
@@ -70,7 +72,7 @@ ARGUMENTS = (
         10,
         "run.num_steps",
         "rollout.rollout_batch_size",
-        note="a batch of ours is what theirs collects between two updates, all of it with the same weights",
+        note="a batch is what ColossalChat collects between two updates, all of it with the same weights",
         when=lambda c: True,
     ),
     maps(
@@ -80,10 +82,10 @@ ARGUMENTS = (
         "rollout.rollout_batch_size",
         "update.mini_batch_size",
         "update.micro_batch_tokens",
-        note="counted per actor rank in theirs, over all ranks here",
+        note="counted per actor rank in ColossalChat, over all ranks here",
         when=lambda c: True,
     ),
-    moot("train_batch_size", int, "theirs never reads it"),
+    moot("train_batch_size", int, "ColossalChat never reads it"),
     maps(
         "num_actor_nodes",
         int,
@@ -100,21 +102,21 @@ ARGUMENTS = (
     fixed("KL", "", "advantage.kl_coef"),
     fixed(
         "advantages",
-        "theirs is the reward minus the value, with no GAE and no whitening; lambda 1 is the nearest, where the KL of "
-        "later tokens counts too",
+        "ColossalChat's are reward minus value, without GAE and whitening; lambda 1 comes closest, in which the KL of "
+        "later tokens counts, too",
         "advantage.gae_lambda",
         "advantage.whiten",
     ),
     fixed(
         "score",
-        "theirs cuts the score to [-5, 5] and adds it at every token; here the last token alone gets it",
+        "ColossalChat clips the score to [-5, 5] and adds it at every token; here the last token alone gets it",
         "reward.clip",
     ),
     fixed(
         "sampling",
-        "theirs samples from the 50 likeliest tokens but takes log-probs over all; here both are over all tokens",
+        "ColossalChat samples from the 50 likeliest tokens but takes log-probs over all; here both are over all tokens",
     ),
-    fixed("loss", "theirs bounds the ratio by 10 before it clips", "update.aggregation", "update.value_clip"),
+    fixed("loss", "ColossalChat bounds the ratio by 10 before it clips", "update.aggregation", "update.value_clip"),
 )
 
 RULES = {

@@ -1,7 +1,8 @@
-"""Read a command line of another system and write the settings that mean the same here, with all that differs.
+"""Translation of the command line of another system into settings, with comments that say what differs.
 
-A system is a table of its arguments. Each says which of our fields it feeds; a field that is more than a copy of one
-argument has a rule. Whatever cannot be carried over is said, and what the table does not know is an error.
+A program of another system is a table of its arguments, each with the settings that it maps to. A setting that is not a
+copy of one argument has a rule. Arguments without a counterpart are listed in the comments; an unknown argument is an
+error. In names, `fields` and `settings` are this trainer's, `arguments` the other system's.
 """
 
 import dataclasses
@@ -19,23 +20,24 @@ from hybrid_rl.config import Config, ConfigError, check
 from hybrid_rl.validate import validate
 from launch.translate.shell import commands, up_to_operator
 
-OURS: Any = object()
-"""What a rule returns to leave a field at our default."""
+KEEP_DEFAULT: Any = object()
+"""Result of a rule that leaves a setting at its default."""
 
 
 FOR_CRITICS = ("models.critic", "update.critic.", "advantage.gae_lambda", "update.value_clip")
-"""Fields that are not read, and not written, where the estimator trains no critic."""
+"""Settings, or prefixes of them, that are written only if the estimator trains a critic."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command line: the value of every argument of its program, given or default, by the first of its names."""
+    """A command line that was read."""
 
     values: Mapping[str, Any]
+    """First name of every argument of the program -> its value, given or default."""
     given: Mapping[str, str]
-    """Those that stand in it, and how they are spelled there."""
+    """First name of every argument on the command line -> its spelling there."""
     num_processes: int | None
-    """Of torchrun or colossalai run; None where the command line does not say."""
+    """Number of processes that torchrun or colossalai run starts; None if the command line does not give it."""
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
@@ -43,25 +45,25 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class Argument:
-    """One argument of theirs, or one fact about their code that no argument changes."""
+    """One argument of another system, or one fact about its code that no argument changes."""
 
     names: tuple[str, ...]
-    """Spellings without dashes, the newest first; older ones may belong to several arguments."""
+    """Spellings without dashes, the newest first; an older one may belong to several arguments."""
     effect: Literal["maps", "lost", "moot", "fixed"]
-    """Feeds a field; changes the run but has no counterpart; has no meaning here; is a fact and no argument."""
+    """Sets a field; changes the run but has no counterpart; has no meaning here; is a fact, not an argument."""
     parse: Callable[[str], Any] = str
-    """bool is a flag without value."""
+    """Converts a value; bool is a flag without a value."""
     num_values: int | None = 1
-    """None takes one or more, up to the next argument."""
+    """Number of values; None is one or more, up to the next argument."""
     default: Any = None
     fields: tuple[str, ...] = ()
-    """Ours, dotted."""
+    """Dotted names of the settings that it sets."""
     choices: Mapping[Any, Any] | None = None
-    """Their value to ours; a value that is not in it is refused."""
+    """Value -> value of the setting; other values are an error. None copies the value."""
     note: str = ""
-    """What differs, in one sentence."""
+    """What differs, as one phrase."""
     when: Callable[[Command], bool] | None = None
-    """Whether the note applies; None is whenever the argument is given, and always for a fact."""
+    """Whether the note applies; None is true if the argument is given, and always true for a fact."""
 
 
 def maps(
@@ -74,7 +76,7 @@ def maps(
     note: str = "",
     when: Callable[[Command], bool] | None = None,
 ) -> Argument:
-    """Return an argument that feeds fields of ours; names are separated by blanks."""
+    """Return an argument that sets fields; `names` are separated by blanks."""
     return Argument(
         names=tuple(names.split()),
         effect="maps",
@@ -96,7 +98,7 @@ def lost(
     *,
     when: Callable[[Command], bool] | None = None,
 ) -> Argument:
-    """Return an argument whose effect we cannot offer: its note appears unless it has their default."""
+    """Return an argument without a counterpart, whose note appears unless it has its default."""
     return Argument(
         names=tuple(names.split()),
         effect="lost",
@@ -109,30 +111,30 @@ def lost(
 
 
 def moot(names: str, parse: Callable[[str], Any], note: str) -> Argument:
-    """Return an argument that has no meaning here, and why."""
+    """Return an argument that has no meaning here; the note says why."""
     num_values = 0 if parse is bool else 1
     return Argument(names=tuple(names.split()), effect="moot", parse=parse, num_values=num_values, note=note)
 
 
 def fixed(name: str, note: str, *fields: str, when: Callable[[Command], bool] | None = None) -> Argument:
-    """Return a fact about their code; the values of its fields stand in the rules."""
+    """Return a fact about the code of the other system; rules give the values of its fields."""
     return Argument(names=(f"({name})",), effect="fixed", fields=fields, note=note, when=when)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """One of their programs."""
+    """A program of another system."""
 
     title: str
     names: tuple[str, ...]
-    """A module or the last part of a path; what follows it in a command line are its arguments."""
+    """Names of its module or file; the words that follow on a command line are its arguments."""
     arguments: tuple[Argument, ...]
     rules: Mapping[str, Callable[[Command], Any]]
-    """Our field to its value, for fields that are more than a copy of one argument."""
+    """Setting -> its value, for settings that are not a copy of one argument."""
 
     @property
     def spellings(self) -> dict[str, list[Argument]]:
-        """Every spelling of an argument, with dashes."""
+        """Spelling with dashes -> the arguments that have it."""
         spellings: dict[str, list[Argument]] = {}
         for argument in self.arguments:
             for name in argument.names if argument.effect != "fixed" else ():
@@ -141,18 +143,18 @@ class Program:
 
     @property
     def fields(self) -> list[str]:
-        """Every field of ours that is fed."""
+        """Every setting that an argument sets."""
         return list(dict.fromkeys(field for argument in self.arguments for field in argument.fields))
 
 
 def translate(programs: Sequence[Program], words: Sequence[str]) -> str:
-    """Return the settings, as YAML that `--config` reads, under comments that say what differs.
+    """Return the settings as YAML that `--config` reads, after comments that say what differs.
 
     Args:
-        programs: of the system; the command line names one, or its arguments fit one best.
-        words: the command line, as one text, perhaps a whole script, or word by word.
+        programs: programs of the system; if the command line names none, the one whose arguments fit best counts.
+        words: the command line as one text, such as a whole script, or word by word.
     Raises:
-        ConfigError: names all arguments that are unknown or cannot be read.
+        ConfigError: arguments are unknown, or a value cannot be read.
     """
     lines = commands(words[0]) if len(words) == 1 else [list(words)]
     program, arguments, num_processes = _find_program(programs, lines)
@@ -162,10 +164,10 @@ def translate(programs: Sequence[Program], words: Sequence[str]) -> str:
 
 
 def read_arguments(program: Program, words: Sequence[str], num_processes: int | None = None) -> Command:
-    """Return what the arguments of a program say.
+    """Return the values of a program's arguments on a command line.
 
     Raises:
-        ConfigError: names all that are unknown, or the first whose value cannot be read.
+        ConfigError: arguments are unknown, all of which are named, or a value cannot be read.
     """
     spellings = program.spellings
     values = {argument.names[0]: argument.default for argument in program.arguments}
@@ -190,7 +192,7 @@ def read_arguments(program: Program, words: Sequence[str], num_processes: int | 
 
 
 def settings_of(program: Program, command: Command) -> dict[str, Any]:
-    """Return every field of ours, dotted, whose value is not our default."""
+    """Return dotted setting -> value, for every setting whose value is not the default."""
     settings = {}
     for field in program.fields:
         if field in program.rules:
@@ -199,7 +201,7 @@ def settings_of(program: Program, command: Command) -> dict[str, Any]:
             source = next(argument for argument in program.arguments if field in argument.fields)
             value = command[source.names[0]]
             value = source.choices[value] if source.choices else value
-        if value is not OURS and value != _plain(default_of(field)):
+        if value is not KEEP_DEFAULT and value != _plain(default_of(field)):
             settings[field] = value
     if configured(settings).has_critic:
         return settings
@@ -207,7 +209,11 @@ def settings_of(program: Program, command: Command) -> dict[str, Any]:
 
 
 def default_of(field: str) -> Any:
-    """Return our default of a dotted field; AttributeError where there is none."""
+    """Return the default of a dotted setting.
+
+    Raises:
+        AttributeError: there is no such setting.
+    """
     value: Any = Config()
     for name in field.split("."):
         value = getattr(value, name)
@@ -215,7 +221,7 @@ def default_of(field: str) -> Any:
 
 
 def configured(settings: Mapping[str, Any]) -> Config:
-    """Return the config with some dotted fields set; nothing is checked."""
+    """Return the default config with some dotted settings changed, unchecked."""
     config = Config()
     for field, value in settings.items():
         config = _replaced(config, field.split("."), value)
@@ -223,7 +229,7 @@ def configured(settings: Mapping[str, Any]) -> Config:
 
 
 def _find_program(programs: Sequence[Program], lines: Sequence[list[str]]) -> tuple[Program, Sequence[str], int | None]:
-    """Return the program, its arguments up to a pipe or redirection, and the number of processes started."""
+    """Return the program, its arguments up to a pipe or redirection, and the number of processes."""
     for line in lines:
         for position, word in enumerate(line):
             for program in programs:
@@ -245,7 +251,7 @@ def _num_processes(launcher: Sequence[str]) -> int | None:
 
 
 def _values_after(words: Sequence[str], position: int) -> list[str]:
-    """Return the words up to the next argument; a negative number is none."""
+    """Return the words up to the next argument; a negative number is a value."""
     values = []
     for word in words[position + 1 :]:
         if re.match(r"--?[A-Za-z_]", word):
@@ -299,7 +305,7 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _place(field: str) -> list[int]:
-    """Return where a field stands among ours, so that the YAML has the order of `--help`."""
+    """Return the position of a setting, so that the YAML has the order of `--help`."""
     place, section = [], Config()
     for name in field.split("."):
         place.append([f.name for f in dataclasses.fields(section)].index(name))
@@ -339,7 +345,7 @@ def _words(value: Any) -> str:
 
 
 def _notes(program: Program, command: Command, effects: tuple[str, ...]) -> list[str]:
-    """Return the notes that apply, arguments that share one together."""
+    """Return the notes that apply, each after all arguments that have it."""
     names: dict[str, list[str]] = {}
     for argument in program.arguments:
         if argument.note and argument.effect in effects and _applies(argument, command):

@@ -1,7 +1,7 @@
-"""OpenRLHF's `openrlhf.cli.train_ppo_ray`: dotted arguments of 2026, and the flat ones before.
+"""OpenRLHF's `openrlhf.cli.train_ppo_ray`: the dotted arguments of 2026 and the older flat ones.
 
-Read at commit 3c3be623 (August 2026); flat spellings, and arguments that are gone, at c1ba971c (April 2026), 066228f9
-(October 2025) and bfa85f6f (February 2025). Where a default changed, the newest counts.
+Read at commit 3c3be623 (August 2026); flat spellings and removed arguments at c1ba971c (April 2026), 066228f9 (October
+2025) and bfa85f6f (February 2025). If a default changed, the newest one counts.
 """
 
 from launch.translate.command import Program, fixed, lost, maps, moot
@@ -26,8 +26,8 @@ REWARD = (
         bool,
         False,
         "reward.normalize",
-        note="theirs uses the mean and std in the reward model's config.json, and leaves remote rewards alone; here "
-        "both are running statistics of the rewards seen",
+        note="OpenRLHF uses mean and std of the reward model's config.json and does not normalise remote rewards; here "
+        "both are running statistics of all rewards",
     ),
     maps(
         "reward.clip_range reward_clip_range",
@@ -35,12 +35,12 @@ REWARD = (
         [-10.0, 10.0],
         "reward.clip",
         num_values=2,
-        note="the bounds are symmetric here, so the wider one counts",
+        note="the bounds are symmetric here, so that the wider one counts",
         when=lambda c: c["reward.clip_range"][0] != -c["reward.clip_range"][1],
     ),
     fixed(
         "reward clip",
-        "theirs clips after the group's baseline is subtracted, here before it",
+        "OpenRLHF clips after it subtracts the group's baseline, here rewards are clipped before",
         when=lambda c: estimator(c) in GROUP,
     ),
     maps("reward.overlong_buffer_len overlong_buffer_len", float, None, "reward.overlong_buffer"),
@@ -49,7 +49,7 @@ REWARD = (
         "reward.stop_properly_penalty_coef stop_properly_penalty_coef",
         float,
         None,
-        "theirs scales or replaces the reward of a truncated response; reward.truncation_penalty subtracts a constant",
+        "OpenRLHF scales or replaces a truncated response's reward; reward.truncation_penalty subtracts a constant",
     ),
 )
 
@@ -70,18 +70,18 @@ ADVANTAGE = (
     ),
     fixed(
         "group std",
-        "theirs adds 1e-9 to the group's standard deviation, here it is 1e-6",
+        "OpenRLHF adds 1e-9 to the group's standard deviation, here it is 1e-6",
         when=lambda c: estimator(c) == "group_norm",
     ),
     fixed(
         "dr_grpo loss",
-        "theirs leaves out the std but keeps the token mean, as here; Dr. GRPO's constant loss normaliser is "
+        "OpenRLHF omits the std but keeps the token mean, as here; Dr. GRPO's constant loss normaliser is "
         "update.aggregation = sequence_sum_constant",
         when=lambda c: estimator(c) == "dr_grpo",
     ),
     fixed(
         "group KL",
-        "theirs subtracts from a token's advantage the KL still to come, here the token's own",
+        "OpenRLHF subtracts the KL of all later tokens from a token's advantage, here that token's KL alone",
         when=lambda c: estimator(c) in GROUP and has_kl(c) and not c["algo.kl.use_loss"],
     ),
     maps("algo.advantage.gamma gamma", float, 1.0, "advantage.gamma"),
@@ -99,12 +99,12 @@ ADVANTAGE = (
         False,
         "advantage.whiten",
         choices={False: True, True: False},
-        note="theirs still subtracts the mean, here advantages stay as they are",
+        note="OpenRLHF still subtracts the mean, here advantages are unchanged",
     ),
     maps("algo.kl.init_coef init_kl_coef", float, 0.01, "advantage.kl_coef"),
     fixed(
         "KL bound",
-        "theirs cuts every KL estimate to [-10, 10]; here k3's exponent alone is bounded, by 20",
+        "OpenRLHF clips every KL estimate to [-10, 10]; here only k3's exponent is bounded, by 20",
         when=has_kl,
     ),
     maps("algo.kl.target kl_target", float, None, "advantage.kl_target"),
@@ -133,7 +133,7 @@ UPDATE = (
     ),
     maps("train.dynamic_batch_enable use_dynamic_batch", bool, False, "update.micro_batch_tokens"),
     maps("train.max_tokens_per_gpu train_max_tokens_per_gpu", int, 16192, "update.micro_batch_tokens"),
-    moot("ds.packing_samples packing_samples", bool, "sequences are packed, always"),
+    moot("ds.packing_samples packing_samples", bool, "sequences are always packed"),
     maps(
         "actor.policy_loss_type policy_loss_type",
         str,
@@ -141,7 +141,7 @@ UPDATE = (
         "update.policy_loss",
         "update.aggregation",
         choices={"ppo": "clip", "gspo": "gspo"},
-        note="the mean over sequences is the policy loss's alone in theirs; here value loss and KL follow it, and a "
+        note="in OpenRLHF the policy loss alone is a mean over sequences; here value loss and KL are, too, and a "
         "token's gradient flows through its own log-prob",
         when=lambda c: c["actor.policy_loss_type"] == "gspo",
     ),
@@ -163,7 +163,7 @@ UPDATE = (
         bool,
         False,
         "update.correction",
-        note="theirs then takes gspo's ratio against the engine's log-probs; here gspo's loss is weighted like clip's",
+        note="OpenRLHF then takes gspo's ratio to the engine's log-probs; here gspo's loss is weighted as clip's",
         when=lambda c: c["algo.advantage.is_correction_enable"] and c["actor.policy_loss_type"] == "gspo",
     ),
     maps("algo.advantage.is_correction_type vllm_is_correction_type", str, "tis", "update.correction"),
@@ -209,11 +209,11 @@ OPTIMIZERS = tuple(
 
 DEEPSPEED = (
     moot("ds.deepcompile deepcompile", bool, "training is not compiled as a whole"),
-    moot("ds.zpg zpg", int, "a shard of ZeRO++'s per node is of use with several nodes"),
-    moot("ds.use_liger_kernel use_liger_kernel", bool, "models.fused_layers = auto takes it where installed"),
-    moot("ds.grad_accum_dtype grad_accum_dtype", str, "gradients add up in float32"),
-    moot("ds.overlap_comm overlap_comm", bool, "DeepSpeed's default stands"),
-    moot("disable_trace_cache", bool, "DeepSpeed's default stands"),
+    moot("ds.zpg zpg", int, "ZeRO++'s shards within a node help with several nodes only"),
+    moot("ds.use_liger_kernel use_liger_kernel", bool, "models.fused_layers = auto takes Liger where it is installed"),
+    moot("ds.grad_accum_dtype grad_accum_dtype", str, "gradients accumulate in float32"),
+    moot("ds.overlap_comm overlap_comm", bool, "DeepSpeed's default applies"),
+    moot("disable_trace_cache", bool, "DeepSpeed's default applies"),
     maps("ds.tensor_parallel_size ds_tensor_parallel_size", int, 1, "update.tensor_parallel_size"),
     maps(
         "ds.ring_attn_size ring_attn_size",
@@ -221,9 +221,9 @@ DEEPSPEED = (
         1,
         "update.sequence_parallel_size",
         "update.micro_batch_tokens",
-        note="GPUs that share a sequence exchange heads here, keys and values in theirs",
+        note="GPUs of a sequence exchange heads here, keys and values in OpenRLHF",
     ),
-    moot("ds.ring_attn_head_stride ring_head_stride", int, "GPUs that share a sequence exchange heads, in no ring"),
+    moot("ds.ring_attn_head_stride ring_head_stride", int, "GPUs of a sequence exchange heads, without a ring"),
 )
 
 PROGRAM = Program(

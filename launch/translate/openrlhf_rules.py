@@ -1,4 +1,4 @@
-"""What OpenRLHF's arguments add up to: the fields of ours that no single argument gives."""
+"""Rules for settings that depend on several of OpenRLHF's arguments."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -6,7 +6,7 @@ from pathlib import PurePath
 from typing import Any
 
 from hybrid_rl.config import RunConfig
-from launch.translate.command import OURS, Command
+from launch.translate.command import KEEP_DEFAULT, Command
 
 
 def _response_tokens(c: Command) -> int:
@@ -30,12 +30,12 @@ def _micro_batch_tokens(c: Command) -> int:
 
 def _num_steps(c: Command) -> Any:
     if "data.max_samples" not in c.given:
-        return OURS
+        return KEEP_DEFAULT
     return c["train.num_episodes"] * math.ceil(c["data.max_samples"] / c["rollout.batch_size"])
 
 
 def _warmup_steps(c: Command, role: str) -> int:
-    num_steps = RunConfig().num_steps if _num_steps(c) is OURS else _num_steps(c)
+    num_steps = RunConfig().num_steps if _num_steps(c) is KEEP_DEFAULT else _num_steps(c)
     responses = c["rollout.batch_size"] * c["rollout.n_samples_per_prompt"]
     updates = num_steps * responses * c["train.max_epochs"] // c["train.batch_size"]
     is_constant = c[f"{role}.lr_scheduler"] == "constant"
@@ -47,7 +47,7 @@ def _min_lr_ratio(c: Command, role: str) -> float:
 
 
 def is_function(c: Command) -> bool:
-    """Return whether a Python file gives the reward."""
+    """Return whether a Python file computes the reward."""
     return (c["reward.remote_url"] or "").endswith(".py")
 
 
@@ -57,7 +57,7 @@ def is_colocated(c: Command) -> bool:
 
 
 def is_old(c: Command, name: str) -> bool:
-    """Return whether a command in the flat spelling leaves an argument at a default that may not be today's."""
+    """Return whether a command in the flat spelling relies on an argument's default, which may have changed."""
     return name not in c.given and bool(c.given) and not any("." in spelling for spelling in c.given.values())
 
 
@@ -71,12 +71,12 @@ def _reward_function(c: Command) -> str:
 
 
 def has_kl(c: Command) -> bool:
-    """Return whether there is a KL penalty."""
+    """Return whether the run has a KL penalty."""
     return c["algo.kl.init_coef"] != 0
 
 
 def estimator(c: Command) -> str:
-    """Return their name of the advantage estimator."""
+    """Return OpenRLHF's name of the advantage estimator."""
     return c["algo.advantage.estimator"]
 
 
@@ -92,12 +92,12 @@ def _correction(c: Command) -> str:
 def _threshold(c: Command, side: int) -> Any:
     bounds = c["algo.advantage.is_correction_threshold"]
     if not c["algo.advantage.is_correction_enable"]:
-        return OURS
+        return KEEP_DEFAULT
     return ([0.0, *bounds] if len(bounds) == 1 else bounds)[side]
 
 
 def _eval(c: Command, value: Any) -> Any:
-    return OURS if c["eval.dataset"] is None else value
+    return KEEP_DEFAULT if c["eval.dataset"] is None else value
 
 
 def _ema_decay(c: Command) -> float | None:
@@ -105,7 +105,7 @@ def _ema_decay(c: Command) -> float | None:
 
 
 def _lora(c: Command, value: Any) -> Any:
-    return value if c["ds.lora.rank"] else OURS
+    return value if c["ds.lora.rank"] else KEEP_DEFAULT
 
 
 RULES: Mapping[str, Callable[[Command], Any]] = {
@@ -114,7 +114,7 @@ RULES: Mapping[str, Callable[[Command], Any]] = {
     "run.num_steps": _num_steps,
     "run.eval_every_steps": lambda c: _eval(c, max(0, c["eval.steps"])),
     "run.eval_samples": lambda c: _eval(c, c["eval.n_samples_per_prompt"]),
-    "run.eval_function": lambda c: _eval(c, _reward_function(c) if is_function(c) else OURS),
+    "run.eval_function": lambda c: _eval(c, _reward_function(c) if is_function(c) else KEEP_DEFAULT),
     "models.reward": lambda c: (
         None if c["reward.remote_url"] else (c["reward.model_name_or_path"] or "").split(",")[0] or None
     ),
@@ -122,7 +122,7 @@ RULES: Mapping[str, Callable[[Command], Any]] = {
     "models.ema_decay": _ema_decay,
     "models.lora.alpha": lambda c: _lora(c, c["ds.lora.alpha"]),
     "models.lora.target_modules": lambda c: (
-        OURS if c["ds.lora.target_modules"] == ["all-linear"] else _lora(c, c["ds.lora.target_modules"])
+        KEEP_DEFAULT if c["ds.lora.target_modules"] == ["all-linear"] else _lora(c, c["ds.lora.target_modules"])
     ),
     "prompts.max_prompt_tokens": _prompt_tokens,
     "prompts.overlong_prompts": lambda c: "drop",
@@ -131,7 +131,7 @@ RULES: Mapping[str, Callable[[Command], Any]] = {
         c["algo.dynamic_filtering_range"] if c["algo.dynamic_filtering_enable"] else None
     ),
     "rollout.kv_cache_memory_bytes": lambda c: None,
-    "rollout.gpu_memory_utilization": lambda c: c["vllm.gpu_memory_utilization"] if is_colocated(c) else OURS,
+    "rollout.gpu_memory_utilization": lambda c: c["vllm.gpu_memory_utilization"] if is_colocated(c) else KEEP_DEFAULT,
     "reward.functions": lambda c: [_reward_function(c)] if is_function(c) else [],
     "reward.remote_urls": lambda c: (
         c["reward.remote_url"].split(",") if c["reward.remote_url"] and not is_function(c) else []
@@ -159,4 +159,4 @@ RULES: Mapping[str, Callable[[Command], Any]] = {
     "checkpoint.every_steps": lambda c: 0 if c["ckpt.disable_ds"] else max(0, c["ckpt.save_steps"]),
     "checkpoint.keep_best": lambda c: c["eval.dataset"] is not None and c["ckpt.best_metric_key"] != "none",
 }
-"""Our field to its value; every other field is the value of the one argument that feeds it."""
+"""Setting -> its value; every other setting has the value of the one argument that maps to it."""

@@ -1,12 +1,12 @@
-"""OpenRLHF's arguments for where models, data and files are, and how responses are sampled."""
+"""OpenRLHF's arguments of placement, models, data, sampling and output."""
 
 from launch.translate.command import fixed, lost, maps, moot
 from launch.translate.openrlhf_rules import estimator, is_colocated, is_function
 
-ONE_POOL = "every GPU holds a share of every model, one process per visible GPU; CUDA_VISIBLE_DEVICES chooses them"
-ALL_ENGINES = "every GPU has its engine, or its part of one that rollout.tensor_parallel_size GPUs share"
+ONE_POOL = "every GPU holds a shard of every model, one process per visible GPU; CUDA_VISIBLE_DEVICES selects them"
+ALL_ENGINES = "every GPU has an engine, or a shard of one over rollout.tensor_parallel_size GPUs"
 TOKENS = "forwards are packed by update.micro_batch_tokens, and the result does not depend on it"
-OFTEN = "metrics.jsonl has a row per step, always"
+OFTEN = "metrics.jsonl always has a row per step"
 NO_IMAGES = "models read text only"
 FROZEN = "memory.swap moves frozen models to the host between their phases"
 SYNCHRONOUS = "every step trains on responses of the current weights"
@@ -20,8 +20,8 @@ PLACEMENT = (
     moot("actor.num_gpus_per_node actor_num_gpus_per_node", int, ONE_POOL),
     moot("critic.num_nodes critic_num_nodes", int, ONE_POOL),
     moot("critic.num_gpus_per_node critic_num_gpus_per_node", int, ONE_POOL),
-    moot("train.colocate_actor_ref colocate_actor_ref", bool, "all models are colocated, always"),
-    moot("train.colocate_critic_reward colocate_critic_reward", bool, "all models are colocated, always"),
+    moot("train.colocate_actor_ref colocate_actor_ref", bool, "all models are always colocated"),
+    moot("train.colocate_critic_reward colocate_critic_reward", bool, "all models are always colocated"),
     maps("train.colocate_all colocate_all_models", bool, False, "memory.swap"),
     moot("vllm.num_engines vllm_num_engines", int, ALL_ENGINES),
     maps("vllm.tensor_parallel_size vllm_tensor_parallel_size", int, 1, "rollout.tensor_parallel_size"),
@@ -36,7 +36,7 @@ PLACEMENT = (
         bool,
         False,
         "memory.swap",
-        note="one switch here: engine and trainer both leave where either would, and both stay where neither would",
+        note="one setting here: engine and trainer both release their memory if either of the two is set",
         when=lambda c: c["vllm.enable_sleep"] != c["ds.enable_sleep"],
     ),
     maps(
@@ -45,17 +45,17 @@ PLACEMENT = (
         0.95,
         "rollout.gpu_memory_utilization",
         "rollout.kv_cache_memory_bytes",
-        note="theirs gives vLLM GPUs of its own; here it shares every GPU with training, so our default stands",
+        note="OpenRLHF gives vLLM its own GPUs; here it runs on the GPUs of training, so that the default here applies",
         when=lambda c: not is_colocated(c),
     ),
     maps("ds.enable_sleep deepspeed_enable_sleep", bool, False, "memory.swap"),
-    moot("actor_init_on_gpu", bool, "loading chooses by itself"),
+    moot("actor_init_on_gpu", bool, "models are loaded where they fit"),
     lost("train.async_enable async_train", bool, False, SYNCHRONOUS),
     moot("train.async_queue_size async_queue_size", int, SYNCHRONOUS),
     lost("train.partial_rollout_enable partial_rollout", bool, False, SYNCHRONOUS),
     moot("rollout.vllm_generate_batch_size vllm_generate_batch_size", int, "the engine gets a step's prompts at once"),
     moot("local_rank", int, "the launcher sets ranks"),
-    moot("perf", bool, "timeline.json and metrics.jsonl time every phase, always"),
+    moot("perf", bool, "timeline.json and metrics.jsonl always time every phase"),
 )
 
 MODELS = (
@@ -65,8 +65,8 @@ MODELS = (
         str,
         None,
         "models.reward",
-        note="theirs may be any backbone with an added head; here it is a sequence classifier of one label, and of "
-        "several separated by commas the first counts",
+        note="OpenRLHF takes any backbone and adds a head; here it is a sequence classifier with one label, the first "
+        "of a list separated by commas",
         when=lambda c: c["reward.model_name_or_path"] is not None and not c["reward.remote_url"],
     ),
     maps(
@@ -77,17 +77,17 @@ MODELS = (
         "reward.functions",
         "reward.remote_urls",
         "run.eval_function",
-        note="their reward_func(queries, prompts, labels) scores a batch of whole texts; here the function is called "
-        "as f(prompt, response) -> float, so write an adapter that reads prompt.text and prompt.answer",
+        note="OpenRLHF's reward_func(queries, prompts, labels) scores a batch of whole texts; here the function is "
+        "called as f(prompt, response) -> float, so that an adapter must read prompt.text and prompt.answer",
         when=is_function,
     ),
     maps("critic.model_name_or_path critic_pretrain", str, None, "models.critic"),
     fixed(
         "value head",
-        "theirs starts at random, N(0, 1/(hidden+1)^2), where the critic comes from the actor; here it starts at 0",
+        "OpenRLHF starts at random, N(0, 1/(hidden+1)^2), if the critic comes from the actor; here it starts at 0",
         when=lambda c: estimator(c) == "gae" and not c["critic.model_name_or_path"] and bool(c["reward.remote_url"]),
     ),
-    moot("ds.value_head_prefix value_head_prefix", str, "the head of a sequence classifier is found by itself"),
+    moot("ds.value_head_prefix value_head_prefix", str, "the head of a sequence classifier needs no name"),
     moot("ref.offload ref_reward_offload", bool, FROZEN),
     moot("reward.offload ref_reward_offload", bool, FROZEN),
     maps("actor.gradient_checkpointing_enable gradient_checkpointing", bool, False, "models.gradient_checkpointing"),
@@ -130,14 +130,14 @@ DATA = (
         "prompts.path",
         note="here it is one JSONL, CSV or Parquet file or one dataset folder; download and join others first",
     ),
-    lost("data.prompt_probs prompt_data_probs", str, None, "one data set; mix its rows beforehand"),
+    lost("data.prompt_probs prompt_data_probs", str, None, "there is one data set; mix its rows beforehand"),
     lost("data.prompt_split prompt_split", str, "train", "give the split's own file"),
     maps("data.max_samples max_samples", int, 10**8, "run.num_steps"),
     maps("train.num_episodes num_episodes", int, 1, "run.num_steps"),
     fixed(
         "run length",
-        "theirs is num_episodes passes over the data; run.num_steps counts steps, so set it to num_episodes x rows / "
-        "rollout_batch_size (max_samples counts as rows where given), and the warm-up with it",
+        "OpenRLHF runs num_episodes passes over the data; run.num_steps counts steps, so set it to num_episodes x "
+        "rows / rollout_batch_size (with max_samples as rows if given), and the warm-up accordingly",
     ),
     maps("data.input_key input_key", str, "input", "prompts.prompt_column"),
     maps("data.label_key label_key", str, None, "prompts.answer_column"),
@@ -149,8 +149,8 @@ DATA = (
         2048,
         "prompts.max_prompt_tokens",
         "rollout.max_response_tokens",
-        note="theirs lets a response fill what its prompt leaves of max_len; here each has a limit, half of it for "
-        "both: change the split as the data needs",
+        note="OpenRLHF lets a response fill what its prompt leaves of max_len; here each has a limit, half of max_len: "
+        "change the split as the data needs",
         when=lambda c: (
             c["rollout.max_new_tokens"] is None and not {"generate_max_len", "prompt_max_len"} & set(c.given)
         ),
@@ -173,7 +173,7 @@ DATA = (
         int,
         4,
         "run.eval_samples",
-        note="its samples are counted right where run.eval_function gives at least 1; theirs averages the reward",
+        note="a sample is correct if run.eval_function gives at least 1; OpenRLHF averages the reward",
         when=lambda c: c["eval.dataset"] is not None,
     ),
     lost(
@@ -183,10 +183,10 @@ DATA = (
         "one sample is greedy, several are drawn at rollout.temperature",
         when=lambda c: c["eval.dataset"] is not None,
     ),
-    lost("pretrain_data", str, None, "its loss was theirs until early 2025; here ptx.path is one file of texts"),
+    lost("pretrain_data", str, None, "OpenRLHF had this loss until early 2025; here ptx.path is one file of texts"),
     moot("pretrain_data_probs", str, "there is one data set"),
     moot("pretrain_split", str, "give the split's own file"),
-    moot("ptx_coef", float, "theirs was read with --pretrain_data alone; here it is ptx.coef"),
+    moot("ptx_coef", float, "OpenRLHF read it with --pretrain_data only; here it is ptx.coef"),
 )
 
 SAMPLING = (
@@ -199,7 +199,7 @@ SAMPLING = (
         bool,
         False,
         "rollout.dynamic_filtering_reward_range",
-        note="theirs draws prompts until the batch is full or the data ends, here at most "
+        note="OpenRLHF draws prompts until the batch is full or the data ends, here at most "
         "rollout.dynamic_filtering_max_retries batches",
     ),
     maps(
@@ -211,7 +211,7 @@ SAMPLING = (
     ),
     moot("rollout.micro_batch_size micro_rollout_batch_size", int, TOKENS),
     moot("rollout.max_tokens_per_gpu rollout_max_tokens_per_gpu", int, TOKENS),
-    maps("train.seed seed", int, 42, "run.seed", note="the same seed draws other samples than theirs"),
+    maps("train.seed seed", int, 42, "run.seed", note="the same seed draws other samples than in OpenRLHF"),
     moot("train.full_determinism_enable full_determinism", bool, "rollout.seed_per_request fixes each sample already"),
 )
 
@@ -222,15 +222,15 @@ OUTPUT = (
     maps("ckpt.disable_ds disable_ds_ckpt", bool, False, "checkpoint.every_steps"),
     maps("ckpt.max_num max_ckpt_num", int, 3, "checkpoint.keep_last"),
     moot("ckpt.max_mem max_ckpt_mem", float, "checkpoint.keep_last counts checkpoints, not bytes"),
-    moot("ckpt.save_hf save_hf_ckpt", bool, "export/ holds the final actor as a Hugging Face folder, always"),
+    moot("ckpt.save_hf save_hf_ckpt", bool, "export/ always holds the final actor as a Hugging Face folder"),
     maps("ckpt.load_enable load_checkpoint", bool, False, "run.resume", choices={False: "never", True: "auto"}),
     maps("ckpt.best_metric_key best_metric_key", str, "", "checkpoint.keep_best"),
-    moot("ds.use_universal_ckpt use_ds_universal_ckpt", bool, "checkpoints have one form"),
+    moot("ds.use_universal_ckpt use_ds_universal_ckpt", bool, "checkpoints have one format"),
     lost(
         "critic.save_value_network save_value_network", bool, False, "the critic stays in checkpoints, not in export/"
     ),
     moot("logger.logging_steps logging_steps", int, OFTEN),
-    moot("logger.tensorboard_dir use_tensorboard", str, "tensorboard/ lies in the run's folder, always"),
+    moot("logger.tensorboard_dir use_tensorboard", str, "tensorboard/ is always in the run's folder"),
     moot("logger.wandb.key use_wandb", str, OFTEN),
     moot("logger.wandb.org wandb_org", str, OFTEN),
     moot("logger.wandb.group wandb_group", str, OFTEN),

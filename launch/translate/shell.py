@@ -1,4 +1,4 @@
-"""The commands of a shell script, as far as they can be known without running it."""
+"""The commands of a shell script, as far as they are known without running it."""
 
 import re
 import shlex
@@ -12,13 +12,13 @@ OPERATOR = re.compile(r"[|&;]+|\d*>.*|&>.*|#.*")
 
 
 def commands(text: str) -> list[list[str]]:
-    """Return the words of each command: comment lines left out, lines joined, variables and arrays put in.
+    """Return the words of each command, without comment lines and with variables and arrays expanded.
 
-    A line that starts with a dash goes on with the command before it, whether that ends in a backslash or not. A
-    variable that the script does not set, or sets to nothing or to what a command prints, stays as it is.
+    A line that starts with a dash continues the previous command, even without a backslash. A variable is not expanded
+    if the script does not set it, or sets it to nothing or to the output of a command.
 
     Raises:
-        ConfigError: a quotation does not end.
+        ConfigError: a quotation is not closed.
     """
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\n\s*(?=-)", " ", "\n".join(lines).replace("\\\n", " "))
@@ -43,5 +43,5 @@ def commands(text: str) -> list[list[str]]:
 
 
 def up_to_operator(words: list[str]) -> list[str]:
-    """Return the words before the first that starts a pipe, a redirection, another command or a comment."""
+    """Return the words before the first pipe, redirection, further command or comment."""
     return words[: next((i for i, word in enumerate(words) if OPERATOR.fullmatch(word)), len(words))]

@@ -1,4 +1,4 @@
-"""Which option of launch/colocated.py reads which programs."""
+"""Programs whose command lines each option of launch/colocated.py reads."""
 
 from launch.translate import coati, coati_ray, openrlhf
 

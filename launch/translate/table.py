@@ -1,8 +1,8 @@
-"""The tables of docs/seeds.md, as the translators have them: python -m launch.translate.table prints them anew."""
+"""The tables of docs/seeds.md, generated from the translators by `python -m launch.translate.table`."""
 
 from collections.abc import Iterator
 
-from launch.translate.command import OURS, Argument, Program, read_arguments
+from launch.translate.command import KEEP_DEFAULT, Argument, Program, read_arguments
 from launch.translate.systems import SYSTEMS
 
 HEADER = "| Argument | Default | Setting here | What differs |\n|---|---|---|---|\n"
@@ -10,7 +10,7 @@ PREFIX = {"maps": "", "fixed": "", "lost": "Not carried over: ", "moot": "No mea
 
 
 def table(program: Program) -> str:
-    """Return all that a program's translator knows, as a Markdown table with a row per argument or fact."""
+    """Return a Markdown table with a row per argument or fact of a program."""
     return HEADER + "".join(f"| {' | '.join(_cells(program, argument))} |\n" for argument in program.arguments)
 
 
@@ -33,19 +33,19 @@ def _default(argument: Argument) -> str:
 
 
 def _choices(argument: Argument) -> str:
-    """Return which value of theirs is which of ours, where they are not spelled alike."""
+    """Return the values that are spelled differently here."""
     pairs = [
-        (("off", "on")[theirs] if isinstance(theirs, bool) else theirs, ours)
-        for theirs, ours in (argument.choices or {}).items()
+        (("off", "on")[value] if isinstance(value, bool) else value, setting)
+        for value, setting in (argument.choices or {}).items()
     ]
-    renamed = [f"{theirs}: {str(ours).lower()}" for theirs, ours in pairs if theirs != ours]
+    renamed = [f"{value}: {str(setting).lower()}" for value, setting in pairs if value != setting]
     return f" ({', '.join(renamed)})" if renamed else ""
 
 
 def _value(program: Program, field: str) -> str:
-    """Return what a rule gives for a command line without arguments."""
+    """Return the value of a rule for a command line without arguments."""
     value = program.rules[field](read_arguments(program, []))
-    return "" if value is OURS else f" {'null' if value is None else str(value).lower()}"
+    return "" if value is KEEP_DEFAULT else f" {'null' if value is None else str(value).lower()}"
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def test_a_command_line_without_paths_says_what_is_missing() -> None:
     )
 
 
-def test_shell_variables_that_stay_are_listed() -> None:
+def test_shell_variables_that_are_not_expanded_are_listed() -> None:
     text = translate(SYSTEMS["--from-openrlhf"], ["--pretrain $MODEL --prompt_data p.jsonl --remote_rm_url http://a"])
     assert "# Shell variables, to be replaced:\n# - --pretrain $MODEL\n" in text
 
@@ -57,7 +57,7 @@ echo done
 """
 
 
-def test_variables_and_arrays_of_a_script_are_put_in() -> None:
+def test_variables_and_arrays_of_a_script_are_expanded() -> None:
     command, last = commands(SCRIPT)[-2:]
     words = up_to_operator(command)
     assert words[:7] == [
@@ -88,7 +88,7 @@ def test_variables_and_arrays_of_a_script_are_put_in() -> None:
         (openrlhf.PROGRAM, "--ds_tensor_parallel_size 2", "update.tensor_parallel_size", 2),
         (openrlhf.PROGRAM, "--ring_attn_size 4", "update.sequence_parallel_size", 4),
         (openrlhf.PROGRAM, "--ring_attn_size 4 --use_dynamic_batch --train_max_tokens_per_gpu 8192",
-         "update.micro_batch_tokens", 32768),  # theirs counts the tokens of a GPU, ours those that GPUs share
+         "update.micro_batch_tokens", 32768),  # tokens per GPU in OpenRLHF, per group of GPUs here
         (openrlhf.PROGRAM, "--colocate_all_models", "memory.swap", "off"),
         (openrlhf.PROGRAM, "--zero_stage 0 --colocate_all_models --deepspeed_enable_sleep", "memory.swap", "off"),
         (openrlhf.PROGRAM, "--actor.policy_loss_type gspo", "update.aggregation", "sequence_mean"),
@@ -99,7 +99,7 @@ def test_variables_and_arrays_of_a_script_are_put_in() -> None:
         (openrlhf.PROGRAM, "--lr_scheduler constant_with_warmup --max_samples 1024", "update.actor.warmup_steps", 1),
         (openrlhf.PROGRAM, "--max_samples=1025 --num_episodes=3", "run.num_steps", 6),
         (coati.PROGRAM, "--num_collect_steps 3 --experience_batch_size 4 --train_batch_size 2 --accumulation_steps 4",
-         "update.mini_batch_size", 6),  # theirs is 8, and a batch of ours has 12
+         "update.mini_batch_size", 6),  # 8 in ColossalChat, which does not divide the 12 responses of a step
         (coati.PROGRAM, "--plugin gemini", "update.zero_stage", 3),
         (coati.PROGRAM, "--plugin 3d --zero_stage 1", "update.zero_stage", 1),
         (coati.PROGRAM, "--plugin 3d", "memory.swap", "off"),
@@ -115,16 +115,16 @@ def test_values(program: Program, arguments: str, field: str, value: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    "arguments, shared",
+    "arguments, changed",
     [
         ("--plugin gemini --tp 4 --sp 2 --enable_sequence_parallelism", set()),
         ("--plugin 3d --sp 4", set()),
         ("--plugin 3d --tp 2 --sp 2 --enable_sequence_parallelism", {"update.tensor_parallel_size"}),
     ],
 )
-def test_gpus_share_what_theirs_do(arguments, shared):
+def test_only_parallelism_that_exists_here_is_translated(arguments, changed):
     groups = {"update.tensor_parallel_size", "update.sequence_parallel_size"}
-    assert groups & set(settings(coati.PROGRAM, arguments)) == shared
+    assert groups & set(settings(coati.PROGRAM, arguments)) == changed
 
 
 def test_parallelism_inside_a_model_leaves_fewer_batches() -> None:
@@ -132,7 +132,7 @@ def test_parallelism_inside_a_model_leaves_fewer_batches() -> None:
     assert settings(coati.PROGRAM, arguments, 16)["rollout.rollout_batch_size"] == 24
 
 
-def test_what_only_a_critic_reads_is_left_out_without_one() -> None:
+def test_settings_of_the_critic_are_omitted_without_one() -> None:
     found = settings(
         openrlhf.PROGRAM, "--advantage_estimator rloo --critic_pretrain c --lambd 0.9 --critic_learning_rate 1"
     )
@@ -176,7 +176,7 @@ def test_arguments_alone_find_their_program() -> None:
 
 
 @each_program
-def test_tables_feed_fields_that_exist_in_one_way(program: Program) -> None:
+def test_every_setting_of_a_table_exists_and_has_one_source(program: Program) -> None:
     feeding = {
         field: [argument for argument in program.arguments if field in argument.fields] for field in program.fields
     }
@@ -191,21 +191,21 @@ def test_tables_feed_fields_that_exist_in_one_way(program: Program) -> None:
 
 
 @each_program
-def test_every_choice_is_a_value_of_our_field(program: Program) -> None:
+def test_every_choice_is_a_value_of_the_setting(program: Program) -> None:
     for argument in program.arguments:
-        for theirs, ours in (argument.choices or {}).items():
+        for value, setting in (argument.choices or {}).items():
             section, _, name = argument.fields[0].rpartition(".")
             owner = Config() if not section else default_of(section)
             kind = typing.get_type_hints(type(owner))[name]
             allowed = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else (True, False)
             is_computed = argument.fields[0] in program.rules
-            assert is_computed or ours in allowed, (argument.names[0], theirs)
+            assert is_computed or setting in allowed, (argument.names[0], value)
 
 
 def test_docs_have_every_argument_of_the_translators_and_no_other() -> None:
     text = DOCS.read_text()
     for program in PROGRAMS:
-        assert table(program) in text, f"print it anew: python -m launch.translate.table ({program.title})"
+        assert table(program) in text, f"outdated, see python -m launch.translate.table ({program.title})"
     spelled = set(re.findall(r"`(--[\w.]+)`", "".join(line for line in text.splitlines() if line.startswith("|"))))
     assert spelled == {name for program in PROGRAMS for name in program.spellings}
 

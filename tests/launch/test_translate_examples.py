@@ -260,7 +260,7 @@ EXAMPLES = {
             "rollout": {"temperature": 0.7},
             "reward": {"functions": ["think_format", "gsm8k"], "weights": [2.0, 18.0], "clip": 5.0},
             "advantage": {"kl_coef": 0.1, "whiten": False},
-            "update": {  # 128 responses a step, on 4 processes; theirs steps every 512, over the passes
+            "update": {  # 128 responses a step, on 4 processes; ColossalChat steps every 512, across passes
                 "num_epochs": 5,
                 "micro_batch_tokens": 32768,
                 "value_clip": 0.2,
@@ -339,7 +339,7 @@ def test_real_command_lines_give_settings_that_load(
             assert loaded[section][name] == given, (section, name)
 
 
-def test_comments_group_what_differs_under_the_spelling_used() -> None:
+def test_comments_group_differences_under_the_given_spelling() -> None:
     comments = " ".join(translate(SYSTEMS["--from-openrlhf"], [PPO_FLAT]).partition("\nrun:")[0].split("\n#   "))
     assert "# Differs here:" in comments and "# Has no meaning here:" in comments
     assert "- --ref_num_nodes, --ref_num_gpus_per_node, --reward_num_nodes" in comments
@@ -355,7 +355,7 @@ def test_comments_group_what_differs_under_the_spelling_used() -> None:
     ]
 
 
-def test_an_unknown_argument_ends_with_exit_code_2_and_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_argument_exits_with_code_2_and_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ending:
         launcher().parse(["--from-openrlhf", "--pretrain", "x", "--nonsense", "3"])
     output = capsys.readouterr()
