@@ -1,7 +1,8 @@
-"""The numeric kernels of hybrid_rl; imports nothing of it, so the package can be used alone.
+"""Numeric kernels for RLHF training: fused log-probs and entropies, a one-pass token loss, and advantages.
 
-Tensors on a GPU go to Triton, but for float32 weights and float64 advantages; all others go to PyTorch, and everything
-does with HYBRID_RL_KERNELS=reference in the environment, which is read once, at import.
+The package does not import hybrid_rl and can be used alone. Triton computes on a GPU, except for float32 weights and
+float64 advantages; PyTorch computes everything else. The environment variable HYBRID_RL_KERNELS=reference, read once at
+import, selects PyTorch for everything.
 """
 
 from hybrid_rl_kernels.dispatch import (

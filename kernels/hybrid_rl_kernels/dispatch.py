@@ -1,4 +1,4 @@
-"""The public functions: each goes to Triton or to PyTorch, by where its tensors are and what they hold.
+"""The public functions, each of which selects Triton or PyTorch by the device and dtype of its tensors.
 
 Shape letters: N packed tokens, n tokens of a slice, H hidden, V vocabulary, B sequences, T response tokens.
 """
@@ -16,12 +16,12 @@ from hybrid_rl_kernels.gae_reference import Mode, Rows
 from hybrid_rl_kernels.reference import LogitTransform, check_head_shapes, check_same_shape
 
 SETTING = os.environ.get("HYBRID_RL_KERNELS", "triton")
-"""Which kernels compute on a GPU: triton or reference."""
+"""Kernels that compute on a GPU: triton or reference."""
 if SETTING not in ("triton", "reference"):
     raise ValueError(f"HYBRID_RL_KERNELS must be triton or reference, got {SETTING!r}")
 
 CONSTANT_BOUND = 2.0**-20
-"""Entries whose deviation is less than this share of their mean are equal: float32 rounding leaves about 2^-22."""
+"""Entries whose standard deviation is below this fraction of their mean count as equal; float32 rounds to 2^-22."""
 
 
 def _is_triton(x: Tensor, *dtypes: torch.dtype) -> bool:
@@ -38,7 +38,7 @@ def fused_logprobs(
     logit_scale: float = 1.0,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the targets' log-probabilities and the entropies [N]; see reference.fused_logprobs."""
+    """Return log-probabilities of the targets and entropies, both [N] float32; see reference.fused_logprobs."""
     function: Callable[..., tuple[Tensor, Tensor]] = reference.fused_logprobs
     if _is_triton(weight, torch.bfloat16, torch.float16):
         from hybrid_rl_kernels.logprobs import fused_logprobs as function  # a CPU needs no Triton
@@ -56,21 +56,22 @@ def token_loss_one_pass(
     logit_scale: float = 1.0,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sum of the tokens' losses, with gradients, and their log-probs and entropies, without.
+    """Return the sum of the tokens' losses, with gradients, and their log-probs and entropies, without gradients.
 
-    On a GPU with bfloat16 weights and gradients wanted, loss and gradients come in one pass over the logits, which is
-    three products of N, H and V where fused_logprobs and its backward need four. Elsewhere it is fused_logprobs.
+    On a GPU, with bfloat16 weights and when gradients are needed, one pass over the logits computes the loss and its
+    gradients with three matrix products of N, H and V, where fused_logprobs and its backward need four. In all other
+    cases fused_logprobs computes the log-probs.
 
     Args:
         hidden, weight, targets, temperature, bias, logit_scale, softcap: see fused_logprobs.
-        loss_of_logprobs: from log-probs and entropies [n] of the tokens in a slice of [0, N) to their losses. It is
-            called once per slice, its results are summed: a token's loss must depend on no token of another slice.
-            The two are 0 in ignored rows, whose gradients are dropped.
+        loss_of_logprobs: maps log-probs and entropies [n] of the tokens in a slice of [0, N) to their losses. It is
+            called once per slice and its results are summed, so the loss of a token must not depend on tokens of other
+            slices. Log-probs and entropies of ignored rows are 0, and gradients to them are dropped.
     Returns:
-        loss:              float32 scalar; backward through it runs once.
+        loss:              float32 scalar; its backward can run once.
         logprobs, entropy: [N] float32, detached.
     Raises:
-        ValueError: as fused_logprobs.
+        ValueError: see fused_logprobs.
     """
     wants_gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
     if wants_gradients and _is_triton(weight, torch.bfloat16):
@@ -88,14 +89,14 @@ def token_loss_one_pass(
 
 @dataclass(frozen=True, kw_only=True)
 class Advantages:
-    """What `gae_with_moments` returns."""
+    """The results of `gae_with_moments`."""
 
     advantages: Tensor
     """[B, T] or [N] float32, 0 outside the mask."""
     returns: Tensor
     """Advantages + values, 0 outside the mask."""
     moments: Tensor
-    """[3] float64: number, mean and sum of squared deviations of the advantages in the mask."""
+    """[3] float64: number, mean and sum of squared deviations of the advantages inside the mask."""
 
 
 @torch.no_grad()
@@ -140,19 +141,19 @@ def gae_with_moments(
     bootstrap_values: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Advantages:
-    """Return advantages of rewards that are shaped on the way, value targets, and what whitening needs.
+    """Return advantages, value targets, and the moments of the advantages that whitening needs.
 
-    The reward of a token is its token_rewards, plus the row's score on the last sampled one, minus kl_coef * kl.
-    Without values and with a lambda of 1 the advantages are the discounted returns of REINFORCE++.
+    The reward of a token is its token_rewards minus kl_coef * kl, plus the score of the row at its last sampled token.
+    Without values and with a lambda of 1, the advantages are the discounted returns of REINFORCE++.
 
     Args:
         values:            [B, T] float32, or [N] with cu_seqlens; None is 0 everywhere.
-        response_mask:     same shape, bool or 0 and 1; everything else of this shape is read in the mask alone.
+        response_mask:     same shape, bool or 0 and 1; other tensors of this shape are read inside the mask only.
         gamma, gae_lambda, mode, bootstrap_values: see reference.gae.
         token_rewards, kl: same shape, float32, or None.
-        scores:            [B] float32 or None; not read in rows without tokens.
+        scores:            [B] float32 or None; not read for rows without tokens.
         kl_coef:           factor on kl.
-        cu_seqlens:        [B + 1] int, ascending from 0 to N: the bounds of packed sequences; None is padded input.
+        cu_seqlens:        [B + 1] int, ascending from 0 to N: the bounds of packed sequences; None for padded input.
     Raises:
         ValueError: shapes do not fit or the mode is unknown.
     """
@@ -178,22 +179,25 @@ def gae_with_moments(
 
 
 def merge_moments(moments: Tensor) -> Tensor:
-    """Return the moments [3] float64 of all parts [K, 3], such as ranks, together. Source: Chan et al. 1979."""
+    """Return the moments [3] float64 of the union of K parts, such as ranks, given their moments [K, 3].
+
+    Source: Chan et al. 1979, equation 2.1.
+    """
     return _scan_module(moments).merge_moments(moments)
 
 
 @torch.no_grad()
 def whiten(x: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
-    """Return x with the mean and population variance that its moments [3] name taken out, 0 outside the mask.
+    """Return x, whitened by its moments [3] to mean 0 and population variance 1, and 0 outside the mask.
 
-    All 0 if the entries are equal or there is only one.
+    The result is 0 everywhere if all entries are equal or there is only one.
     """
     check_same_shape(x=x, mask=mask)
     return _scan_module(x).whiten(x, mask, moments, CONSTANT_BOUND)
 
 
 def _scan_module(*tensors: Tensor) -> Any:
-    """Return the module whose scan takes these tensors: that of Triton on a GPU, which computes in float32."""
+    """Return gae_kernels if all tensors are on a GPU and none is float64, else gae_reference."""
     if SETTING == "reference" or any(not x.is_cuda or x.dtype == torch.float64 for x in tensors):
         return gae_reference
     from hybrid_rl_kernels import gae_kernels  # a CPU needs no Triton
@@ -202,7 +206,7 @@ def _scan_module(*tensors: Tensor) -> Any:
 
 
 def _check_rows(num_rows: int, mode: str, **per_row: float | Tensor | None) -> None:
-    """Raise ValueError unless the mode exists and what is given per row is [B]."""
+    """Raise ValueError unless the mode exists and every tensor of `per_row` is [B]."""
     if mode not in ("zero", "carry"):
         raise ValueError(f"mode must be zero or carry, got {mode!r}")
     for name, x in per_row.items():

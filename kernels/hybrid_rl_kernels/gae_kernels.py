@@ -1,20 +1,19 @@
-"""Generalized advantage estimates as one reverse scan on a GPU; see reference.gae for what they are.
+"""Triton kernels for generalized advantage estimates, computed as one reverse scan; see reference.gae.
 
     A_t = b_t + a_t A_{t+1},  a_t = gamma lambda,  b_t = r_t + gamma V_{t+1} - V_t
 
-is a chain of affine maps, and these compose associatively. One program walks a row from its end in blocks of tokens;
-rows are those of a padded [B, T] or the sequences of packed [N] tokens. Slots that are no states are the identity.
+is a chain of affine maps, which compose associatively. One program processes a row in blocks of tokens, from its end; a
+row is one of a padded [B, T] or one of the sequences of packed [N] tokens. The map of a slot that is no state is the
+identity.
 
-A thread holds eight tokens that follow each other, as eight tensors [C] of a C-th of a block, so that most of the
-chain is plain arithmetic and only one map per thread is scanned. A block of 1024 tokens on four warps, compiled for
-Hopper by Triton 3.6.0, is 512 instructions (nvdisasm); one scan over all tokens was 864, 202 of them exchanges between
-lanes. Neither count is a time.
+A thread holds eight consecutive tokens, so that a block consists of eight tensors [C]. Most of the chain is then plain
+arithmetic, and only one map per thread takes part in the scan, which exchanges values between lanes.
 
-Whitening needs number, mean and sum of squared deviations of the advantages. Each row's come from the same pass, and
-merge over rows and ranks (Chan et al. 1979) without the cancellation of sums of squares.
+Whitening needs number, mean and sum of squared deviations of the advantages. The same pass computes them for each row;
+they are merged over rows and ranks (Chan et al. 1979) without the cancellation of sums of squares.
 """
 
-# A kernel is compiled for whatever types it is given, grows tuples, and knows no `*tuple`.
+# A kernel is compiled for the types of its arguments, extends tuples, and does not support `*tuple`.
 # mypy: disable-error-code="no-untyped-def,assignment"
 # ruff: noqa: RUF005
 
@@ -26,22 +25,20 @@ from torch import Tensor
 from hybrid_rl_kernels.gae_reference import Mode, Rows
 
 MAX_BLOCK = 512
-"""Tokens that a program takes at a time, eight per thread.
-
-On an H200 2048 took 22 % longer for 4096 rows of 1024 tokens and 17 % for 512 of 8192; for 16384 of 512 none did."""
+"""Largest number of tokens of a block, eight per thread; measured by profiling/bench_kernels.py on an H200."""
 
 
 @triton.jit
 def _compose(late_decay, late_sum, early_decay, early_sum):
-    """Return the map of a stretch of tokens from those of its later and its earlier part."""
+    """Return the composed map of a range of tokens, given the maps of its later and its earlier part."""
     return early_decay * late_decay, early_decay * late_sum + early_sum
 
 
 @triton.jit
 def _chain(decays, sums, into):
-    """Return for maps [C], each applied to the result of the one before, what goes into each and what comes out.
+    """Return the input and the result of each of C maps, each of which is applied to the result of its predecessor.
 
-    into is what goes into the first.
+    into is the input of the first map.
     """
     places = tl.arange(0, sums.shape[0])
     is_first = places == 0
@@ -67,13 +64,13 @@ def _columns(x):
 
 @triton.jit
 def _matrix(x0, x1, x2, x3):
-    """Return [C, 4] of its columns."""
+    """Return the matrix [C, 4] of four columns [C]."""
     return tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (x0.shape[0], 4))
 
 
 @triton.jit
 def _load(ptr, first, place, length):
-    """Return as eight [C] what a row holds at places [C] and the seven after each; 0 beyond its length."""
+    """Return the values of a row at places [C] and at the seven after each, as eight [C]; 0 beyond its length."""
     place = place[:, None] + tl.arange(0, 4)[None, :]
     low = tl.load(ptr + first + place, mask=place < length, other=0)
     high = tl.load(ptr + first + place + 4, mask=place + 4 < length, other=0)
@@ -82,7 +79,7 @@ def _load(ptr, first, place, length):
 
 @triton.jit
 def _store(ptr, first, place, length, x):
-    """Write eight [C] where _load would read them."""
+    """Store eight [C] at the places that _load reads."""
     place = place[:, None] + tl.arange(0, 4)[None, :]
     tl.store(ptr + first + place, _matrix(x[0], x[1], x[2], x[3]), mask=place < length)
     tl.store(ptr + first + place + 4, _matrix(x[4], x[5], x[6], x[7]), mask=place + 4 < length)
@@ -90,7 +87,7 @@ def _store(ptr, first, place, length, x):
 
 @triton.jit
 def _is_set(x):
-    """Return which entries of eight [C] are not 0."""
+    """Return a mask of the nonzero entries, eight [C]."""
     result = ()
     for k in tl.static_range(8):
         result = result + (x[k] != 0,)
@@ -99,7 +96,7 @@ def _is_set(x):
 
 @triton.jit
 def _add(x, y, factor):
-    """Return x + y * factor, of eight [C] each."""
+    """Return x + y * factor, for eight [C] each."""
     result = ()
     for k in tl.static_range(8):
         result = result + (x[k] + y[k] * factor,)
@@ -108,9 +105,9 @@ def _add(x, y, factor):
 
 @triton.jit
 def _add_at(last, place, x, ptr, row, factor):
-    """Return eight [C] with what a tensor [B] holds for the row, times a factor, added at the place `last` alone.
+    """Return x, eight [C], with factor times the row's entry of a tensor [B] added at the place `last` only.
 
-    Selected after the product: rows without tokens may hold NaN.
+    The product is selected, not multiplied by 0, because the entries of rows without tokens may be NaN.
     """
     if ptr is None:
         result = x
@@ -123,7 +120,7 @@ def _add_at(last, place, x, ptr, row, factor):
 
 @triton.jit
 def _select(is_chosen, x):
-    """Return the chosen entries of x, both eight [C], in float32, and 0 elsewhere: there may be NaN."""
+    """Return x in float32 where is_chosen, both eight [C], and 0 elsewhere, where x may be NaN."""
     result = ()
     for k in tl.static_range(8):
         result = result + (tl.where(is_chosen[k], x[k].to(tl.float32), 0.0),)
@@ -132,7 +129,7 @@ def _select(is_chosen, x):
 
 @triton.jit
 def _load_selected(ptr, first, place, length, is_chosen):
-    """Return the chosen entries of a row, as _select does; 0 without a tensor."""
+    """Return the chosen entries of a row, see _select; 0 everywhere if there is no tensor."""
     if ptr is None:
         zeros = tl.zeros_like(place).to(tl.float32)
         result = (zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros)
@@ -143,7 +140,7 @@ def _load_selected(ptr, first, place, length, is_chosen):
 
 @triton.jit
 def _row_bounds(ends_ptr, row, row_length):
-    """Return first slot and length of a row."""
+    """Return the first slot and the length of a row."""
     if ends_ptr is None:
         first, length = row.to(tl.int64) * row_length, row_length
     else:
@@ -154,7 +151,7 @@ def _row_bounds(ends_ptr, row, row_length):
 
 @triton.jit
 def _last_sampled(is_sampled, place):
-    """Return the last place of a block whose token is sampled, -1 if there is none."""
+    """Return the last place of a block whose token is sampled; -1 if there is none."""
     last = tl.zeros_like(place) - 1
     for k in tl.static_range(8):
         last = tl.where(is_sampled[k], place + k, last)
@@ -163,9 +160,10 @@ def _last_sampled(is_sampled, place):
 
 @triton.jit
 def _value_behind(values_ptr, mask_ptr, first, place, length, is_sampled, values, later_value, IS_CARRY: tl.constexpr):
-    """Return the value of the state after each eight tokens, and that of the block's first state for the next block.
+    """Return the value of the state after each eight tokens, and the value that the next block continues with.
 
-    That is the next sampled token's, or without carry the next token's, 0 if it is not sampled.
+    With carry, the state after a token is the next sampled token. Without, it is the next token, whose value is 0 if
+    it is not sampled.
     """
     if IS_CARRY:
         has_none, value = tl.full(place.shape, 1.0, tl.float32), tl.zeros(place.shape, tl.float32)
@@ -186,7 +184,7 @@ def _value_behind(values_ptr, mask_ptr, first, place, length, is_sampled, values
 
 @triton.jit
 def _stretches(rewards, values, is_sampled, behind, gamma, decay, IS_CARRY: tl.constexpr):
-    """Return (sums, decays), eight [C] each: the map of each token and those behind it among its eight."""
+    """Return (sums, decays), eight [C] each: the composed map of each token and of those after it among its eight."""
     total, reach, sums, reaches = tl.zeros_like(behind), 1.0, (), ()
     for k in tl.static_range(7, -1, -1):
         error = rewards[k] + gamma * behind - values[k]
@@ -204,7 +202,7 @@ def _stretches(rewards, values, is_sampled, behind, gamma, decay, IS_CARRY: tl.c
 
 @triton.jit
 def _add_moments(x, is_counted, count, mean, squares):
-    """Return number, mean and squared deviations [C] with eight more [C]; x is 0 where it does not count."""
+    """Return number, mean and squared deviations [C], updated by eight more [C]; x is 0 where it is not counted."""
     own_count, total = is_counted[0].to(tl.float32), x[0]
     for k in tl.static_range(1, 8):
         own_count += is_counted[k].to(tl.float32)
@@ -232,9 +230,9 @@ def hybrid_rl_gae_kernel(
     decay_ptr, ends_ptr, row_length, gamma, decay, kl_coef,
     IS_CARRY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the advantages of one row, and what else has a pointer; see dispatch.gae_with_moments.
+    """Store the advantages of one row, and returns and moments if they have a pointer; see dispatch.gae_with_moments.
 
-    ends_ptr [B + 1] bounds the rows of packed tokens; without it all have row_length. moments_ptr is [B, 3].
+    ends_ptr [B + 1] holds the bounds of packed rows; without it, every row has row_length slots. moments_ptr is [B, 3].
     """
     row = tl.program_id(0)
     first, length = _row_bounds(ends_ptr, row, row_length)
@@ -246,7 +244,7 @@ def hybrid_rl_gae_kernel(
     mean, squares = count, count
     for step in range(0, tl.cdiv(length, BLOCK)):
         start = (tl.cdiv(length, BLOCK) - 1 - step) * BLOCK
-        place = start + BLOCK - 8 - 8 * eights  # from the end: a scan forwards costs no exchange between lanes
+        place = start + BLOCK - 8 - 8 * eights  # reversed, because a reverse scan exchanges values between lanes
         is_sampled = _is_set(_load(mask_ptr, first, place, length))
         values = _load_selected(values_ptr, first, place, length, is_sampled)
         rewards = _load_selected(rewards_ptr, first, place, length, is_sampled)
@@ -261,7 +259,7 @@ def hybrid_rl_gae_kernel(
         )
         sums, reaches = _stretches(rewards, values, is_sampled, behind, gamma, decay, IS_CARRY)
         into, results = _chain(reaches[0], sums[0], later_advantage)
-        if start > 0:  # a reduction waits for all warps: none where the row ends
+        if start > 0:  # _at_end synchronizes all warps, and the last block does not need its result
             later_advantage = _at_end(results)
         advantages = _select(is_sampled, _add(sums, reaches, into))
         _store(advantages_ptr, first, place, length, advantages)
@@ -278,7 +276,7 @@ def hybrid_rl_gae_kernel(
 
 @triton.jit
 def _store_moments(ptr, count, mean, squares):
-    """Write number, mean and sum of squared deviations."""
+    """Store number, mean and sum of squared deviations."""
     tl.store(ptr, count)
     tl.store(ptr + 1, mean)
     tl.store(ptr + 2, squares)
@@ -286,7 +284,7 @@ def _store_moments(ptr, count, mean, squares):
 
 @triton.jit
 def hybrid_rl_moments_kernel(moments_ptr, merged_ptr, num_parts, BLOCK: tl.constexpr):
-    """Merge moments [K, 3] into [3] float64; one program."""
+    """Merge moments [K, 3] into [3] float64 in one program."""
     count, total = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.float64)
     for start in range(0, num_parts, BLOCK):
         part = start + tl.arange(0, BLOCK)
@@ -307,7 +305,7 @@ def hybrid_rl_moments_kernel(moments_ptr, merged_ptr, num_parts, BLOCK: tl.const
 
 @triton.jit
 def hybrid_rl_whiten_kernel(x_ptr, mask_ptr, moments_ptr, out_ptr, num_elements, bound, BLOCK: tl.constexpr):
-    """Write (x - mean) / deviation, 0 outside the mask or where the deviation is less than bound * |mean|."""
+    """Store (x - mean) / deviation; 0 outside the mask, or everywhere if the deviation is at most bound * |mean|."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = place < num_elements
     mean = tl.load(moments_ptr + 1)
@@ -321,7 +319,7 @@ def hybrid_rl_whiten_kernel(x_ptr, mask_ptr, moments_ptr, out_ptr, num_elements,
 def scan(
     rows: Rows, gamma: float, gae_lambda: float | Tensor, mode: Mode, *, has_moments: bool, has_returns: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return advantages, returns and moments [B, 3] of each row (or None) of inputs that are checked."""
+    """Return advantages, returns (or None) and moments [B, 3] of each row (or None); the inputs must be checked."""
     mask = rows.mask.bool().contiguous()
     longest = mask.shape[-1]
     num_rows = len(mask) if rows.cu_seqlens is None else len(rows.cu_seqlens) - 1
@@ -354,9 +352,9 @@ def scan(
 
 
 def merge_moments(moments: Tensor) -> Tensor:
-    """Return the moments [3] float64 of all parts [K, 3] together."""
+    """Return the moments [3] float64 of the union of K parts, given their moments [K, 3]."""
     merged = torch.empty(3, dtype=torch.float64, device=moments.device)
-    block = min(max(triton.next_power_of_2(len(moments)), 32), 8192)  # one program: the fewer turns, the sooner it ends
+    block = min(max(triton.next_power_of_2(len(moments)), 32), 8192)  # a large block: one program does all iterations
     hybrid_rl_moments_kernel[(1,)](
         moments.contiguous(), merged, len(moments), BLOCK=block, num_warps=min(max(block // 128, 1), 32)
     )
@@ -364,7 +362,7 @@ def merge_moments(moments: Tensor) -> Tensor:
 
 
 def whiten(x: Tensor, mask: Tensor, moments: Tensor, bound: float) -> Tensor:
-    """Return x whitened by moments [3] float64, 0 outside the mask and where the deviation is below bound * |mean|."""
+    """Return x whitened by moments [3] float64; 0 outside the mask, or everywhere if std <= bound * |mean|."""
     x, mask, block = x.contiguous(), mask.bool().contiguous(), 2048
     out = torch.empty_like(x)
     if x.numel():

@@ -1,4 +1,4 @@
-"""Advantages of shaped rewards, padded or packed, and their moments in PyTorch; `gae_kernels.py` is the path of a GPU.
+"""Advantages and their moments in PyTorch, padded or packed; `gae_kernels.py` computes the same on a GPU.
 
 Shape letters: B sequences, T response tokens, N packed tokens.
 """
@@ -16,7 +16,7 @@ Mode = Literal["zero", "carry"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """What `dispatch.gae_with_moments` takes, which see; [B, T], or [N] with cu_seqlens, or [B] per row."""
+    """Arguments of `dispatch.gae_with_moments`: per token [B, T], or [N] with cu_seqlens, and per row [B]."""
 
     mask: Tensor
     values: Tensor | None = None
@@ -28,7 +28,7 @@ class Rows:
     cu_seqlens: Tensor | None = None
 
     def padding(self) -> tuple[Tensor, Tensor] | None:
-        """Return the packed place of each token [N], and which slots [B, T] hold tokens; None if padded."""
+        """Return the packed position of each token [N], and a mask [B, T] of slots that hold tokens; None if padded."""
         if self.cu_seqlens is None:
             return None
         lengths = self.cu_seqlens.diff()
@@ -38,7 +38,7 @@ class Rows:
 
 
 def _pad(x: Tensor, padding: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Return packed tokens [N] as [B, T]; padded input as it is."""
+    """Return packed tokens [N] as [B, T]; padded input is returned unchanged."""
     if padding is None:
         return x
     tokens, is_token = padding
@@ -48,14 +48,14 @@ def _pad(x: Tensor, padding: tuple[Tensor, Tensor] | None) -> Tensor:
 
 
 def _pack(x: Tensor, padding: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Undo _pad."""
+    """Return padded values [B, T] of packed tokens as [N]; the inverse of _pad."""
     return x if padding is None else x[padding[1]]
 
 
 def scan(
     rows: Rows, gamma: float, gae_lambda: float | Tensor, mode: Mode, *, has_moments: bool, has_returns: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return advantages, returns and moments [B, 3] of each row (or None) of inputs that are checked."""
+    """Return advantages, returns (or None) and moments [B, 3] of each row (or None); the inputs must be checked."""
     padding = rows.padding()
     mask = _pad(rows.mask.bool(), padding)
 
@@ -73,7 +73,7 @@ def scan(
 
 
 def _row_moments(x: Tensor, mask: Tensor) -> Tensor:
-    """Return number, mean and sum of squared deviations [B, 3] of each row's entries in the mask."""
+    """Return number, mean and sum of squared deviations [B, 3] of the entries inside the mask, for each row."""
     count = mask.sum(1)
     mean = x.sum(1) / count.clamp_min(1)
     deviation = torch.where(mask, x - mean[:, None], 0)
@@ -81,7 +81,7 @@ def _row_moments(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def merge_moments(moments: Tensor) -> Tensor:
-    """Return the moments [3] float64 of all parts [K, 3] together. Source: Chan et al. 1979."""
+    """Return the moments [3] float64 of the union of K parts, given their moments [K, 3]. Source: Chan et al. 1979."""
     counts, means, squares = moments.double().unbind(1)
     count = counts.sum()
     mean = (counts * means).sum() / count.clamp_min(1)
@@ -89,7 +89,7 @@ def merge_moments(moments: Tensor) -> Tensor:
 
 
 def whiten(x: Tensor, mask: Tensor, moments: Tensor, bound: float) -> Tensor:
-    """Return x whitened by moments [3] float64, 0 outside the mask and where the deviation is below bound * |mean|."""
+    """Return x whitened by moments [3] float64; 0 outside the mask, or everywhere if std <= bound * |mean|."""
     count, mean, squares = moments.unbind()
     deviation = (squares / count.clamp_min(1)).sqrt()
     factor = torch.where(deviation <= bound * mean.abs(), 0, 1 / deviation)

@@ -1,8 +1,8 @@
-"""Passes over logits that never exist as a whole: into the rows' states, numerators or gradients.
+"""Passes over the logits that reduce them to states of the rows, numerators or gradients, without storing all logits.
 
-Two ways to the logits, chosen by shape: `fused`, where a Triton kernel multiplies and reduces tile by tile, and
-`chunked`, where cuBLAS writes float32 logits of some rows and columns, which stay in L2, and a Triton kernel reads them
-once. Both give the same results up to rounding.
+There are two paths. `fused`: one Triton kernel multiplies and reduces tile by tile. `chunked`: cuBLAS writes float32
+logits of some rows and columns, which fit in the L2 cache, and a Triton kernel reads them once. Both give the same
+results up to rounding.
 
 Shape letters: n rows of one pass, H hidden, V words of one pass.
 """
@@ -29,7 +29,7 @@ Path = Literal["fused", "chunked"]
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """How hybrid_rl_vocab_kernel divides its work."""
+    """Tile sizes and launch parameters of hybrid_rl_vocab_kernel."""
 
     rows: int
     columns: int
@@ -38,46 +38,47 @@ class Tiles:
     num_stages: int
     programs_per_sm: int = 1
     max_registers: int | None = None
-    """Of a thread; 65,536 are shared by all programs on a multiprocessor."""
+    """Registers per thread; all programs on a multiprocessor have 65,536 together. None is no limit."""
     group: int = 16
-    """Row tiles that walk the vocabulary together."""
+    """Number of row tiles that process the vocabulary at the same time."""
     is_flat: bool = True
-    """Loads of the next tile start while this one is reduced."""
+    """Whether the loads of the next tile start while the current one is reduced."""
 
 
-# Measured by `profiling/bench_kernels.py --sweep` on an H200, November 2026.
+# Fastest on an H200, by `profiling/bench_kernels.py --sweep`.
 STATS_TILES = Tiles(rows=128, columns=256, k=64, num_warps=8, num_stages=3, is_flat=False)
 NUMERATOR_TILES = Tiles(rows=128, columns=256, k=64, num_warps=8, num_stages=3, is_flat=False)
 GRADIENT_TILES = Tiles(rows=128, columns=256, k=64, num_warps=8, num_stages=3)
 MIN_SPLITS = 8
 PROGRAM_START = 0.1
-"""What a program costs beside its tiles, in tiles."""
+"""Fixed cost of a program, in units of a tile."""
 STATE_BYTES = 16 * MIB
-"""Bound of the states that wait to be merged."""
+"""Upper bound of the memory of states before they are merged."""
 FUSED_SHARED_BYTES = 216 * 1024
-"""What the largest tiles need of a multiprocessor's shared memory."""
+"""Shared memory of a multiprocessor that the largest tiles need."""
 
 TRUNCATION = 9.7e-10
-"""Share of a sum of 16-bit products that Hopper's tensor cores lose per term, as they cut what their accumulators do
-not hold: on an H200, against float64, logits are too small by 8.3e-7, 2.0e-6 and 4.0e-6 of themselves for H = 896, 2048
-and 4096, of cuBLAS as of Triton. In a log-prob that makes up to 6e-5, so the transform gives it back."""
+"""Fraction of a sum of 16-bit products that Hopper's tensor cores lose per term, because their accumulators truncate.
+
+Fitted to logits of an H200, against float64, for H of 896 to 4096; cuBLAS loses the same. The transform multiplies
+logits by 1 + H * TRUNCATION to correct it."""
 
 CHUNK_ROWS, CHUNK_COLUMNS = 4096, 2048
-"""Logits of the chunked path: 32 MiB, of the 50 MB of L2."""
+"""Size of the float32 logits of the chunked path: 32 MiB, which fit in the 50 MB L2 cache of an H100 or H200."""
 ROW_TILE = (4, 1024)
-"""Rows and columns of hybrid_rl_row_kernel's tile."""
+"""Rows and columns of a tile of hybrid_rl_row_kernel."""
 
 
 def choose_path(hidden: Tensor, weight: Tensor) -> Path:
-    """Return the faster path of those that can run: on an H200 fused at every shape of profiling/bench_kernels.py."""
-    # Descriptors take rows that begin at multiples of 16 bytes; a weight may be a part of an optimizer's flat buffer.
+    """Return fused if the device and the alignment of the tensors allow it, else chunked, which is slower."""
+    # Tensor descriptors need rows aligned to 16 bytes; a weight may be a slice of an optimizer's flat buffer.
     is_aligned = all(x.shape[1] * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0 for x in (hidden, weight))
     return "fused" if is_aligned and _has_room(weight.device) else "chunked"
 
 
 @cache
 def _has_room(device: torch.device) -> bool:
-    """Whether the tiles fit into shared memory, as on Hopper; the interpreter has no limit."""
+    """Return whether the tiles fit in shared memory, as on Hopper; Triton's interpreter has no limit."""
     if device.type != "cuda":
         return True
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
@@ -91,22 +92,23 @@ def _is_hopper(device: torch.device) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """Rows of an output projection: what makes logits of hidden states."""
+    """An output projection, or some of its words, with the transform of its logits."""
 
     weight: Tensor
     """[V, H]"""
     bias: Tensor | None
     transform: LogitTransform
     first_column: int = 0
+    """Index of the first word in the whole vocabulary."""
 
     def slice(self, first: int, last: int) -> "Head":
-        """Return the words [first, last) of this head."""
+        """Return the head of the words [first, last) of this one."""
         bias = None if self.bias is None else self.bias[first:last]
         return replace(self, weight=self.weight[first:last], bias=bias, first_column=self.first_column + first)
 
     @property
     def scales(self) -> tuple[float, float, float]:
-        """Factors of the kernels' transform: scale (1 with a cap, which holds it), steepness and cap."""
+        """Arguments (scale, steepness, cap) of kernels._transform; with a cap, scale is 1 and cap includes it."""
         transform, lost = self.transform, 0.0
         if self.weight.dtype != torch.float32 and _is_hopper(self.weight.device):
             lost = TRUNCATION * self.weight.shape[1]
@@ -118,7 +120,7 @@ class Head:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One pass over the logits of some rows and words; `mode` says what becomes of them."""
+    """One pass over the logits of some rows and words; `mode` selects the result, see logprob_kernels.STATS."""
 
     mode: int
     hidden: Tensor
@@ -127,16 +129,16 @@ class Work:
     targets: Tensor
     """[n] int64, -100 where ignored."""
     row_data: Tensor | None = None
-    """[4, n] float32: see kernels._load_rows."""
+    """[4, n] float32; see logprob_kernels._load_rows."""
     has_entropy: bool = False
     out: Tensor | None = None
-    """[n, V] of hidden's dtype, rows aligned to 16 bytes."""
+    """[n, V] of the dtype of hidden, rows aligned to 16 bytes; numerators or gradients."""
     tile_reference: Tensor | None = None
-    """[tiles, n] float32."""
+    """[tiles, n] float32; references of the numerators of each tile of words."""
 
     @property
     def flags(self) -> dict[str, Any]:
-        """Arguments that both kernels share."""
+        """Arguments that hybrid_rl_vocab_kernel and hybrid_rl_row_kernel have in common."""
         scale, steepness, cap = self.head.scales
         return {
             "scale": scale,
@@ -151,27 +153,32 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class RowResults:
-    """What a pass over all words tells of each row, [n] float32."""
+    """Results of a pass over all words, [n] float32 each."""
 
     logprobs: Tensor
     entropy: Tensor
     lse: Tensor
-    """log2 sum 2^z; like top not selected, so anything in ignored rows."""
+    """log2 sum 2^z; arbitrary in ignored rows."""
     top: Tensor
-    """max z."""
+    """max z; arbitrary in ignored rows."""
 
 
 @cache
 def num_processors(device: torch.device) -> int:
-    """Return the multiprocessors of a GPU; for the interpreter any number does."""
+    """Return the number of multiprocessors of a GPU; for Triton's interpreter, any number works."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def tiles_per_program(num_rows: int, num_row_tiles: int, num_column_tiles: int, num_slots: int) -> int:
-    """Return how many column tiles each program takes so that all programs, num_slots at a time, end soonest.
+    """Return the number of column tiles per program that minimizes the time until all programs have ended.
 
-    At least MIN_SPLITS programs share the rows of a tile, so that few row tiles, whose hidden states stay in L2, run at
-    a time; at most so many that the states fit in STATE_BYTES.
+    The rows of a tile are processed by at least MIN_SPLITS programs, so that only few row tiles, whose hidden states
+    stay in L2, are active at a time, and by at most as many as let the states fit in STATE_BYTES.
+
+    Args:
+        num_rows: n.
+        num_row_tiles, num_column_tiles: of the launch.
+        num_slots: number of programs that run at the same time.
     """
     most = max(STATE_BYTES // (16 * num_rows), MIN_SPLITS)
     splits = range(min(MIN_SPLITS, num_column_tiles), min(most, num_column_tiles) + 1)
@@ -184,12 +191,12 @@ def tiles_per_program(num_rows: int, num_row_tiles: int, num_column_tiles: int, 
 
 
 def states(work: Work, path: Path) -> Tensor:
-    """Do the work; return the states [splits, 4, n] of its rows, for the gradient mode of no content."""
+    """Run a pass and return the states [splits, 4, n] of its rows; their content is arbitrary in the gradient mode."""
     return _fused(work) if path == "fused" else _chunked(work)
 
 
 def tiles_of(mode: int) -> Tiles:
-    """Return the tiles of hybrid_rl_vocab_kernel in one of its modes."""
+    """Return the tile sizes of hybrid_rl_vocab_kernel in a mode."""
     return {kernels.STATS: STATS_TILES, kernels.NUMERATORS: NUMERATOR_TILES, kernels.GRADIENT: GRADIENT_TILES}[mode]
 
 
@@ -218,7 +225,7 @@ def _fused(work: Work) -> Tensor:
         first_column=work.head.first_column,
         tiles_per_split=tiles_per_split,
         num_splits=num_splits,
-        PRECISION="ieee" if hidden.dtype == torch.float32 else "tf32",  # which 16-bit inputs ignore
+        PRECISION="ieee" if hidden.dtype == torch.float32 else "tf32",  # ignored for 16-bit inputs
         GROUP=tiles.group,
         FLATTEN=tiles.is_flat,
         BLOCK_ROWS=tiles.rows,
@@ -247,7 +254,7 @@ def _chunked(work: Work) -> Tensor:
 
 
 def _read_logits(work: Work, logits: Tensor, rows: slice, columns: slice, state: Tensor) -> None:
-    """Launch hybrid_rl_row_kernel on the logits of some rows of the work and all words of its head."""
+    """Launch hybrid_rl_row_kernel on the logits of some rows of a pass and all words of its head."""
     block_rows, block_columns = ROW_TILE
     first_tile = columns.start // block_columns
     kernels.hybrid_rl_row_kernel[(-(-len(logits) // block_rows),)](
@@ -272,7 +279,7 @@ def _read_logits(work: Work, logits: Tensor, rows: slice, columns: slice, state:
 
 
 def merge(state: Tensor, targets: Tensor, head: Head) -> RowResults:
-    """Return what the states [splits, 4, n] of rows say; log-probs and entropies are 0 where ignored."""
+    """Return the results of states [splits, 4, n]; log-probs and entropies of ignored rows are 0."""
     results = [torch.empty(len(targets), dtype=torch.float32, device=state.device) for _ in range(4)]
     grid = (-(-len(targets) // 128),)
     kernels.hybrid_rl_merge_kernel[grid](
@@ -282,7 +289,7 @@ def merge(state: Tensor, targets: Tensor, head: Head) -> RowResults:
 
 
 def blocks(total: int, size: int, *, multiple: int = 1) -> Iterator[slice]:
-    """Yield slices of about equal length, at most `size` and, but for the last, a multiple of `multiple`."""
+    """Return slices of [0, total) of at most `size`; all but the last have a length divisible by `multiple`."""
     if multiple > 1 and total:
         num_blocks = -(-total // size)
         size = min(size, -(-total // (num_blocks * multiple)) * multiple)
@@ -291,7 +298,7 @@ def blocks(total: int, size: int, *, multiple: int = 1) -> Iterator[slice]:
 
 @cache
 def _addmm_widens(device: torch.device) -> bool:
-    """Whether this torch adds a 16-bit product to a float32 matrix; the first versions with out_dtype refuse it."""
+    """Return whether this torch can add a 16-bit product to a float32 matrix, which not all with out_dtype can."""
     ones = torch.ones(8, 8, dtype=torch.bfloat16, device=device)
     total = torch.ones(8, 8, dtype=torch.float32, device=device)
     try:
@@ -302,7 +309,7 @@ def _addmm_widens(device: torch.device) -> bool:
 
 
 def matmul(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> None:
-    """Write a @ b, with float32 accumulation, to out of a's dtype or float32; `adds` adds it there."""
+    """Write a @ b to out, or add it there if `adds`; out has the dtype of a or float32, accumulation is in float32."""
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, out=out) if adds else torch.mm(a, b, out=out)
     elif not a.is_cuda:

@@ -1,26 +1,26 @@
-"""Triton kernels over logits that exist one tile at a time; `logprobs.py` and `token_loss.py` launch them.
+"""Triton kernels that process logits one tile at a time; `logit_passes.py` and `token_loss.py` launch them.
 
 Shape letters: n rows of one launch, H hidden, V columns of one launch (words of the vocabulary, or a slice of them).
-Inside the kernels z are the transformed logits (see reference.LogitTransform) times log2(e), so that exp2, which the
-hardware has, needs no further product.
+Inside the kernels, z is the transformed logits (see reference.LogitTransform) times log2(e), so that the hardware's
+exp2 needs no further product.
 
-Each row's softmax is held as four float32 numbers, its *state*:
+The softmax of a row is represented by four float32 numbers, its *state*:
     m = max z,  s = sum 2^(z - m),  e = sum 2^(z - m) (z - m),  t = z of the target, or the logit that scales to it
-from which, in nats, log-prob = (t - m) ln 2 - ln s and entropy = ln s - e / s ln 2. Taking z - m in e keeps the two
-terms of the entropy small: nothing large cancels.
+from which, in nats, log-prob = (t - m) ln 2 - ln s and entropy = ln s - e / s ln 2. With z - m in e, both terms of the
+entropy are small and no large numbers cancel.
 """
 
-# A kernel is compiled for whatever types it is given.
+# A kernel is compiled for the types of its arguments.
 # mypy: disable-error-code="no-untyped-def"
 
 import triton
 import triton.language as tl
 
 STATS, NUMERATORS, GRADIENT = 0, 1, 2
-"""What a tile of logits becomes: a part of the rows' states; that and numerators 2^(z - reference); its gradient."""
+"""Modes of a pass: update the states of the rows; do so and store numerators 2^(z - reference); store gradients."""
 
 MAX_EXPONENT = 60.0
-"""A numerator is at most 2^60, so with 2^17 words its row's scale is at least 2^-77: bfloat16 holds its products."""
+"""Numerators are at most 2^60, so with 2^17 words the scale of a row is at least 2^-77, within bfloat16's range."""
 
 _STATS = tl.constexpr(STATS)
 _NUMERATORS = tl.constexpr(NUMERATORS)
@@ -28,9 +28,9 @@ _GRADIENT = tl.constexpr(GRADIENT)
 _MAX_EXPONENT = tl.constexpr(MAX_EXPONENT)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
-_LOWEST = tl.constexpr(-1e30)  # stands for -inf: 2^it is 0, and 0 * it is 0 and not NaN
+_LOWEST = tl.constexpr(-1e30)  # replaces -inf: 2^-1e30 is 0, and 0 * -1e30 is 0 instead of NaN
 
-# No kernel of its own for a T of 1 or a multiple of 16: a training step compiles nothing after the first one.
+# Triton would compile a kernel anew if one of these became 1 or divisible by 16, in the middle of a training run.
 _VARYING = ["num_rows", "stride", "first_column", "tiles_per_split", "num_splits"]
 
 
@@ -38,9 +38,9 @@ _VARYING = ["num_rows", "stride", "first_column", "tiles_per_split", "num_splits
 def _transform(
     logits, bias_ptr, columns, num_columns, scale, steepness, cap, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr
 ):
-    """Return x and f with z = x * f: logits * scale, or with a cap, cap * tanh(logits * steepness / (2 log2 e)).
+    """Return x and f with z = x * f, where z = logits * scale, or cap * tanh(logits * steepness / (2 log2 e)).
 
-    A product that is left to do is free later, as part of a subtraction.
+    The product with f is left to the caller, where it is fused into a subtraction.
     """
     if HAS_BIAS:
         logits += tl.load(bias_ptr + columns, mask=columns < num_columns, other=0).to(tl.float32)[None, :]
@@ -53,14 +53,14 @@ def _transform(
 
 @triton.jit
 def _no_state(BLOCK_ROWS: tl.constexpr):
-    """Return the states m, s, e, t of rows before the first word."""
+    """Return the initial states m, s, e, t of rows."""
     zeros = tl.zeros([BLOCK_ROWS], tl.float32)
     return zeros + _LOWEST, zeros, zeros, zeros
 
 
 @triton.jit
 def _advance(x, f, m, s, e):
-    """Return the rows' m, s and e with one more tile of z, and its 2^(z - m) with the new m."""
+    """Return m, s and e, updated with one more tile of z = x * f, and 2^(z - m) of the tile with the new m."""
     new_m = tl.maximum(m, tl.max(x, axis=1) * f)
     rise = m - new_m
     decay = tl.exp2(rise)
@@ -73,14 +73,14 @@ def _advance(x, f, m, s, e):
 
 @triton.jit
 def _numerators(share, m, reference):
-    """Return 2^(z - r), and r: `reference`, or where m exceeds it too far, m."""
+    """Return numerators 2^(z - r), and r: `reference`, or m where m exceeds it by more than MAX_EXPONENT."""
     reference = tl.where(m > reference + _MAX_EXPONENT, m, reference)
     return share * tl.exp2(m - reference)[:, None], reference
 
 
 @triton.jit
 def _gradient(x, f, lse, entropy, grad, grad_entropy, cap, HAS_ENTROPY: tl.constexpr, HAS_CAP: tl.constexpr):
-    """Return the gradient of the logits but for onehot, -p (g + e (log p + H)); g and e hold the derivative of z."""
+    """Return -p (g + e (log p + H)), the gradient of the logits without onehot; g and e include the derivative of z."""
     log_share = x * f - lse[:, None]
     pull = grad[:, None]
     if HAS_ENTROPY:
@@ -93,21 +93,21 @@ def _gradient(x, f, lse, entropy, grad, grad_entropy, cap, HAS_ENTROPY: tl.const
 
 @triton.jit
 def _onehot(x, is_target, grad, cap, HAS_CAP: tl.constexpr):
-    """Return the part of the gradient that _gradient leaves out."""
+    """Return the term of the gradient at the target, which _gradient omits."""
     result = tl.where(is_target, grad[:, None], 0.0)
     return result * _cap_slope(x, cap) if HAS_CAP else result
 
 
 @triton.jit
 def _cap_slope(z, cap):
-    """Return the derivative of the capped z over that of the uncapped one."""
+    """Return the derivative of the cap: d z / d (uncapped z)."""
     ratio = z / cap
     return 1 - ratio * ratio
 
 
 @triton.jit
 def _select_rows(result, is_row, has_ignored):
-    """Return a tile with 0 in ignored rows; selects, as these may hold NaN."""
+    """Return a tile with 0 in ignored rows, selected because they may hold NaN."""
     if has_ignored:
         result = tl.where(is_row[:, None], result, 0.0)
     return result
@@ -115,7 +115,7 @@ def _select_rows(result, is_row, has_ignored):
 
 @triton.jit
 def _load_rows(row_ptr, rows, is_inside, stride, MODE: tl.constexpr, HAS_ENTROPY: tl.constexpr):
-    """Return what a launch knows of each row, from row_ptr [4, n]: (lse or reference), entropy, grad, grad_entropy."""
+    """Return lse (or reference), entropy, grad and grad_entropy of rows, of row_ptr [4, n]; 0 if MODE ignores them."""
     first = tl.zeros_like(rows).to(tl.float32)
     entropy, grad, grad_entropy = first, first, first
     if MODE != _STATS:
@@ -130,9 +130,10 @@ def _load_rows(row_ptr, rows, is_inside, stride, MODE: tl.constexpr, HAS_ENTROPY
 
 @triton.jit
 def _place(num_rows, num_splits, BLOCK_ROWS: tl.constexpr, GROUP: tl.constexpr):
-    """Return (row tile, split) of this program: GROUP row tiles walk the vocabulary together.
+    """Return (row tile, split) of this program.
 
-    So their hidden states stay in L2, and each tile of the weight is read from memory once per group.
+    GROUP row tiles process the vocabulary at the same time, so that their hidden states stay in L2 and each tile of the
+    weight is read from memory once per group.
     """
     program = tl.program_id(0)
     in_group = GROUP * num_splits
@@ -149,10 +150,10 @@ def hybrid_rl_vocab_kernel(
     PRECISION: tl.constexpr, GROUP: tl.constexpr, FLATTEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one tile of rows with some tiles of the vocabulary; see the three modes.
+    """Multiply one tile of rows with some tiles of the vocabulary and process the logits by MODE.
 
     hidden [n, H], weight [V, H] and out [n, V] are tensor descriptors. state_ptr is [num_splits, 4, n],
-    tile_reference_ptr [tiles, n], row_ptr see _load_rows.
+    tile_reference_ptr is [tiles, n], and row_ptr is described in _load_rows.
     """
     row_tile, split = _place(num_rows, num_splits, BLOCK_ROWS, GROUP)
     first_row = row_tile * BLOCK_ROWS
@@ -173,7 +174,8 @@ def hybrid_rl_vocab_kernel(
             logits = tl.dot(left, right.T, logits, input_precision=PRECISION)
         columns = first_of_tile + tl.arange(0, BLOCK_COLUMNS)
         x, f = _transform(logits, bias_ptr, columns, num_columns, scale, steepness, cap, HAS_BIAS, HAS_CAP)
-        # Whole tiles branch around what few of them need, which is half of all instructions outside the product.
+        # Few tiles contain a target or ignored rows; branches skip that work, which is half of the instructions outside
+        # the product.
         is_here = (local_targets >= first_of_tile) & (local_targets < first_of_tile + BLOCK_COLUMNS)
         has_target = tl.max(is_here.to(tl.int32), axis=0) > 0
         if MODE == _GRADIENT:
@@ -197,7 +199,7 @@ def hybrid_rl_vocab_kernel(
 
 @triton.jit
 def _store_state(state_ptr, rows, is_inside, stride, m, s, e, t):
-    """Write the states of some rows to [4, n]."""
+    """Store the states of some rows in [4, n]."""
     tl.store(state_ptr + rows, m, mask=is_inside)
     tl.store(state_ptr + stride + rows, s, mask=is_inside)
     tl.store(state_ptr + 2 * stride + rows, e, mask=is_inside)
@@ -211,9 +213,9 @@ def hybrid_rl_row_kernel(
     MODE: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """What hybrid_rl_vocab_kernel does, on float32 logits [n, V] that a GEMM wrote; continues the states [4, n].
+    """Process float32 logits [n, V] of a GEMM by MODE, like hybrid_rl_vocab_kernel; updates the states [4, n].
 
-    stride is that of everything which is kept per row: these may be some of a launch's rows.
+    stride is the row stride of all per-row tensors, which may hold more rows than this launch processes.
     """
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     is_inside = rows < num_rows
@@ -227,7 +229,7 @@ def hybrid_rl_row_kernel(
         s = tl.load(state_ptr + stride + rows, mask=is_inside, other=0)
         e = tl.load(state_ptr + 2 * stride + rows, mask=is_inside, other=0)
         t = tl.load(state_ptr + 3 * stride + rows, mask=is_inside, other=0)
-    wide_rows = rows.to(tl.int64)[:, None]  # a row times a stride may pass 2^31
+    wide_rows = rows.to(tl.int64)[:, None]  # row * stride may exceed 2^31
     for tile in range(0, tl.cdiv(num_columns, BLOCK_COLUMNS)):
         columns = tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         is_column, is_target = columns < num_columns, columns[None, :] == local_targets[:, None]
@@ -266,7 +268,7 @@ def hybrid_rl_merge_kernel(
 ):
     """Merge the states [num_splits, 4, n] of each row into log-prob, entropy (0 if ignored), log2-sum-exp2 and max.
 
-    scale is what is left to do to t.
+    scale is the factor that t still lacks to be z of the target.
     """
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     is_inside = rows < num_rows
@@ -298,7 +300,7 @@ def hybrid_rl_target_kernel(
     hidden_ptr, weight_ptr, bias_ptr, targets_ptr, z_ptr, num_hidden, scale, steepness, cap,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Write z of each row's target to [n], bounded below; one program per row of hidden [n, H] and weight [V, H]."""
+    """Store z of the target of each row, at least _LOWEST, in [n]; one program per row of hidden [n, H]."""
     row = tl.program_id(0)
     target = tl.maximum(tl.load(targets_ptr + row), 0)
     total = tl.zeros([BLOCK_K], tl.float32)
@@ -319,9 +321,9 @@ def hybrid_rl_scale_kernel(
     hidden_ptr, scaled_ptr, scale_ptr, numerators_ptr, stride, targets_ptr, logprobs_ptr, lse_ptr, top_ptr,
     reference_ptr, grad_ptr, num_hidden, factor, IS_FINISHED: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Write each row's scale [n], scale * hidden [n, H] and the numerator of its target; one program per row.
+    """Store the scale [n] of each row, scale * hidden [n, H] and the numerator of the target; one program per row.
 
-    The gradient of the logits is scale * numerators, but in the rows that the finish kernel rewrites, whose scale is 1.
+    The gradient of the logits is scale * numerators. Rows that the finish kernel rewrites have scale 1.
     """
     row = tl.program_id(0)
     target = tl.load(targets_ptr + row)
@@ -332,7 +334,7 @@ def hybrid_rl_scale_kernel(
     scale = tl.where(target >= 0, scale, 0.0)
     tl.store(scale_ptr + row, scale)
     if target >= 0 and not is_finished:
-        # g (1 - p) = scale * numerator; 1 - p loses no digits, as p is not rounded before.
+        # g (1 - p) = scale * numerator; 1 - p is accurate, because p is computed from the log-prob in float32.
         share = tl.exp(tl.load(logprobs_ptr + row))
         numerator = (share - 1) * tl.exp2(lse - reference)
         slot = numerators_ptr + row.to(tl.int64) * stride + target
@@ -341,7 +343,7 @@ def hybrid_rl_scale_kernel(
         k = start + tl.arange(0, BLOCK_K)
         slots = row.to(tl.int64) * num_hidden + k
         hidden = tl.load(hidden_ptr + slots, mask=k < num_hidden, other=0).to(tl.float32)
-        scaled = tl.where(target >= 0, hidden * scale, 0.0)  # selects: an ignored row may hold NaN
+        scaled = tl.where(target >= 0, hidden * scale, 0.0)  # selected, because an ignored row may hold NaN
         tl.store(scaled_ptr + slots, scaled.to(scaled_ptr.dtype.element_ty), mask=k < num_hidden)
 
 
@@ -352,9 +354,10 @@ def hybrid_rl_finish_kernel(
     IS_FULL: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_CAP: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Turn numerators [n, V] into the gradient of the logits, in place: all rows, or those far above their reference.
+    """Replace numerators [n, V] by the gradient of the logits, in place, in rows whose max z is far above the target's.
 
-    A row's programs share its tiles. reference_ptr is [n], z of the targets, and bounds what is near.
+    With IS_FULL, all rows are replaced. The tiles of a row are divided among the programs of axis 1. reference_ptr [n]
+    holds z of the targets.
     """
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     is_inside = rows < num_rows
@@ -374,7 +377,7 @@ def hybrid_rl_finish_kernel(
         is_slot = is_chosen[:, None] & is_column[None, :]
         numerators = tl.load(first_slots + columns[None, :], mask=is_slot, other=0).to(tl.float32)
         z = tl.where(is_target, target_z[:, None], tl.log2(numerators) + reference[:, None])
-        z = tl.where(z < _LOWEST, 0.0, z)  # that of a numerator of 0, whose gradient is 0 whatever z is
+        z = tl.where(z < _LOWEST, 0.0, z)  # a numerator of 0 gives z = -inf, and a gradient of 0 for any z
         result = _gradient(z, 1.0, lse, entropy, grad, grad_entropy, cap, HAS_ENTROPY, HAS_CAP)
         result += _onehot(z, is_target, grad, cap, HAS_CAP)
         result = tl.where(is_target | (numerators != 0), result, 0.0)
@@ -384,7 +387,7 @@ def hybrid_rl_finish_kernel(
 
 @triton.jit
 def hybrid_rl_rescale_kernel(x_ptr, factor_ptr, num_elements, BLOCK: tl.constexpr):
-    """Multiply x in place by the one number at factor_ptr; nothing is read or written when that is 1."""
+    """Multiply x in place by the number at factor_ptr; x is neither read nor written if that is 1."""
     factor = tl.load(factor_ptr)
     if factor == 1.0:
         return

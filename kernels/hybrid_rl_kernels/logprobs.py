@@ -1,8 +1,8 @@
-"""Log-probs and entropies of the targets on a GPU, without ever holding all logits; see reference.fused_logprobs.
+"""Log-probs and entropies of the targets on a GPU, without storing all logits; see reference.fused_logprobs.
 
-Forward is one pass over the logits. Backward is a second one, which writes the gradients of the logits of all rows and
-a slice of the vocabulary at a time: cuBLAS makes of them that slice of weight's gradient, finished, and adds to
-hidden's, so that nothing as large as weight is read again and again.
+Forward is one pass over the logits. Backward is a second pass, which writes the gradients of the logits for all rows
+and one slice of the vocabulary at a time. From these, cuBLAS computes the slice of the weight's gradient, which is then
+final, and adds to the gradient of the hidden states; no tensor as large as the weight is read repeatedly.
 
 Shape letters: N rows, n rows of one block, H hidden, V vocabulary.
 """
@@ -18,11 +18,11 @@ from hybrid_rl_kernels import logprob_kernels as kernels
 from hybrid_rl_kernels.logit_passes import MIB, Head, Path, Work, blocks, choose_path, matmul, merge, states
 from hybrid_rl_kernels.reference import IGNORED_TARGET, LogitTransform, check_head_shapes
 
-# Measured by `profiling/bench_kernels.py --sweep` on an H200, November 2026: 128 MiB cost 2 % more.
+# Fastest on an H200, by `profiling/bench_kernels.py --sweep`.
 GRADIENT_BYTES = 384 * MIB
-"""Gradients of the logits that exist at a time."""
+"""Memory of the gradients of the logits of one slice."""
 HIDDEN_BYTES = 192 * MIB
-"""Float32 sum of hidden's gradient; more rows are done in blocks, and each adds to weight's gradient in its dtype."""
+"""Memory of the float32 gradient of hidden states; more rows run in blocks, each added to weight's gradient."""
 
 
 def fused_logprobs(
@@ -36,10 +36,14 @@ def fused_logprobs(
     softcap: float | None = None,
     path: Path | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what reference.fused_logprobs does, which see; `path` None chooses by shape.
+    """Return log-probabilities of the targets and entropies; see reference.fused_logprobs.
 
-    Forward allocates at most 64 MiB beyond its results up to 131,072 rows, backward at most 600 MiB beyond gradients,
-    which are summed in float32 over 192 MiB / 4H rows and rounded to weight's dtype once for each such block.
+    Forward allocates at most 64 MiB beyond its results for up to 131,072 rows, backward at most 600 MiB beyond the
+    gradients. The weight's gradient is accumulated in float32 over blocks of HIDDEN_BYTES / 4H rows, and rounded to the
+    weight's dtype once per block.
+
+    Args:
+        path: of the logits; None chooses by device and alignment.
     """
     check_head_shapes(hidden, weight, targets, bias)
     transform = LogitTransform(temperature=temperature, logit_scale=logit_scale, softcap=softcap)
@@ -100,16 +104,16 @@ class _FusedLogprobs(torch.autograd.Function):
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """Gradients to fill; None where nobody needs one."""
+    """Tensors of the gradients; None for an input that needs none."""
 
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
-    """Float32."""
+    """In float32."""
 
     @staticmethod
     def empty(hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...]) -> "Gradients":
-        """Return memory for the gradients; what no row writes is 0."""
+        """Return tensors for the gradients; they are 0 if there are no rows."""
         make = torch.empty_like if len(hidden) else torch.zeros_like
         return Gradients(
             hidden=make(hidden) if needs[0] else None,
@@ -118,25 +122,25 @@ class Gradients:
         )
 
     def finished_bias(self, dtype: torch.dtype) -> Tensor | None:
-        """Return bias's gradient in the dtype of the parameters."""
+        """Return the gradient of the bias in the dtype of the parameters."""
         return None if self.bias is None else self.bias.to(dtype)
 
 
 def keep_rows(hidden: Tensor, targets: Tensor, out: Tensor | None) -> Tensor:
-    """Return hidden [n, H] with 0 in ignored rows, whose NaN would reach weight's gradient as 0 * NaN."""
+    """Return hidden [n, H] with 0 in ignored rows, because 0 * NaN would reach the gradient of the weight."""
     zero = torch.zeros((), dtype=hidden.dtype, device=hidden.device)
     is_kept = (targets != IGNORED_TARGET)[:, None]
     return torch.where(is_kept, hidden, zero) if out is None else torch.where(is_kept, hidden, zero, out=out)
 
 
 def _backward_block(work: Work, gradients: Gradients, rows: slice, path: Path, *, adds: bool) -> None:
-    """Fill or add to the gradients from one block of rows, a slice of the vocabulary at a time."""
+    """Compute the gradients of one block of rows, a slice of the vocabulary at a time; `adds` adds to weight's."""
     num_rows, num_columns = len(work.hidden), len(work.head.weight)
     size = max(GRADIENT_BYTES // (num_rows * work.hidden.element_size()) // 256 * 256, 256)
     width = -(-min(size, num_columns) // 256) * 256
     buffer = torch.empty((num_rows, width), dtype=work.hidden.dtype, device=work.hidden.device)
     grad_hidden = None if gradients.hidden is None else gradients.hidden[rows]
-    # Hidden's gradient is written last, so its memory holds the hidden states without the ignored rows until then.
+    # The gradient of hidden is written last, so until then its memory holds the hidden states without ignored rows.
     kept = None if gradients.weight is None else keep_rows(work.hidden, work.targets, grad_hidden)
     total = None if grad_hidden is None else torch.empty_like(grad_hidden, dtype=torch.float32)
     for place, columns in enumerate(blocks(num_columns, size, multiple=256)):

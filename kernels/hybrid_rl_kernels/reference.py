@@ -1,4 +1,4 @@
-"""PyTorch reference of every kernel: the oracle of the kernels' tests, and the path of a CPU.
+"""PyTorch reference of every kernel: the oracle of their tests, and the implementation on a CPU.
 
 Shape letters: N packed tokens, n rows of one chunk, H hidden, V vocabulary, B sequences, T response tokens.
 """
@@ -13,22 +13,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORED_TARGET = -100
-CHUNK_ROWS = 1024  # 1024 rows of a 152,000 word vocabulary are 0.6 GB in float32
+CHUNK_ROWS = 1024  # with a vocabulary of 152,000 words, 0.6 GB of float32 logits
 
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
-_MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()  # 16-bit GEMM with float32 output, CUDA only, since torch 2.8
-_LOWEST_LOG_PROB = -1e4  # its exp is 0 even in float64, so the bound only turns 0 * -inf into 0
+_MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()  # 16-bit GEMM with float32 output, on CUDA
+_LOWEST_LOG_PROB = -1e4  # exp of it is 0 even in float64, so clamping only turns 0 * -inf into 0
 
 
 def check_same_shape(**tensors: Tensor) -> None:
-    """Raise ValueError, with every name and shape, unless all shapes are equal."""
+    """Raise ValueError, which lists names and shapes, unless all shapes are equal."""
     if len({tuple(t.shape) for t in tensors.values()}) > 1:
         shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in tensors.items())
         raise ValueError(f"shapes must be equal, got {shapes}")
 
 
 def check_head_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
-    """Raise ValueError unless these are [N, H], [V, H], [N] and [V] or None."""
+    """Raise ValueError unless the shapes are [N, H], [V, H], [N] and [V], or bias is None."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden must be [N, H] and weight [V, H], got {list(hidden.shape)} and {list(weight.shape)}")
     if targets.shape != hidden.shape[:1]:
@@ -38,13 +38,13 @@ def check_head_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Ten
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """Return float64 for float64, float32 for everything smaller."""
+    """Return float64 for float64, and float32 for all smaller dtypes."""
     return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitTransform:
-    """What becomes of logits before the softmax: scaled, then soft-capped, then divided by the temperature."""
+    """Transform of logits before the softmax: scaled, then soft-capped, then divided by the temperature."""
 
     temperature: float
     logit_scale: float
@@ -58,17 +58,17 @@ class LogitTransform:
 
     @property
     def factor(self) -> float:
-        """The derivative of apply where nothing is capped."""
+        """Derivative of `apply` without the cap."""
         return self.logit_scale / self.temperature
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Return the transformed logits; overwrites the given ones."""
+        """Return the transformed logits; overwrites its argument."""
         if self.softcap is not None:
             return logits.mul_(self.logit_scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
         return logits.mul_(self.factor) if self.logit_scale != 1 else logits.div_(self.temperature)
 
     def slope(self, transformed: Tensor) -> Tensor | None:
-        """Return the derivative of apply over factor where it gave `transformed`; None is 1 everywhere."""
+        """Return the derivative of `apply` at a result `transformed`, divided by factor; None if it is 1 everywhere."""
         if self.softcap is None:
             return None
         return transformed.mul(self.temperature / self.softcap).square_().neg_().add_(1)
@@ -84,10 +84,10 @@ def fused_logprobs(
     logit_scale: float = 1.0,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the targets' log-probabilities and the entropies, without ever holding all [N, V] logits.
+    """Return log-probabilities of the targets and entropies, without storing all [N, V] logits.
 
-    Logits, their sum and all accumulation are float32; backward computes a chunk's logits again. Both results are
-    differentiable, once, with respect to hidden, weight and bias. In this order
+    Logits and all sums are in float32; backward computes the logits of each chunk again. Both results have first
+    derivatives with respect to hidden, weight and bias. In this order
 
         logits = hidden weight^T + bias;  x = logits * logit_scale;  y = softcap tanh(x / softcap);  z = y / temperature
 
@@ -96,19 +96,19 @@ def fused_logprobs(
     Args:
         hidden:      [N, H] float32, bfloat16 or float16; N may be 0.
         weight:      [V, H]; the output embedding. Pass the parameter itself: ZeRO-3 swaps its data.
-        targets:     [N] int64 in [0, V), or -100 for a row to ignore, whose hidden may hold anything.
-        temperature: divides the logits before the sum.
+        targets:     [N] int64 in [0, V), or -100 for a row to ignore, whose hidden states may be NaN.
+        temperature: divides the logits before the softmax.
         bias:        [V] or None; added to the logits.
-        logit_scale: factor on the logits, of Cohere and Granite (which divides).
-        softcap:     bound of the scaled logits, of Gemma 2; None is none.
+        logit_scale: factor on the logits, as in Cohere and, inverted, in Granite.
+        softcap:     bound of the scaled logits, as in Gemma 2; None for no bound.
     Returns:
-        logprobs, entropy: [N] float32, 0 in ignored rows; in nats. float64 inputs stay float64.
+        logprobs, entropy: [N] float32 (float64 for float64 inputs) in nats, 0 in ignored rows.
     Raises:
         ValueError: shapes do not fit, or temperature, logit_scale or softcap is not finite and positive.
     """
     check_head_shapes(hidden, weight, targets, bias)
     transform = LogitTransform(temperature=temperature, logit_scale=logit_scale, softcap=softcap)
-    # Selected here and not inside: where() also selects gradients, so that a NaN in an ignored row reaches nothing.
+    # Selected outside of the autograd function: where() also selects gradients, so no NaN of an ignored row spreads.
     is_kept = targets != IGNORED_TARGET
     hidden = torch.where(is_kept[:, None], hidden, 0)
     targets = torch.where(is_kept, targets, 0)
@@ -117,7 +117,7 @@ def fused_logprobs(
 
 
 class _FusedLogprobs(torch.autograd.Function):
-    """fused_logprobs without ignored rows."""
+    """fused_logprobs for inputs without ignored rows."""
 
     @staticmethod
     def forward(
@@ -125,7 +125,7 @@ class _FusedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.transform = transform
-        ctx.set_materialize_grads(False)  # an unused entropy comes back as None, and costs nothing
+        ctx.set_materialize_grads(False)  # the gradient of an unused entropy is then None, which saves its computation
         operand = _operand(weight)
         logprobs = torch.empty(len(hidden), dtype=at_least_float32(hidden.dtype), device=hidden.device)
         entropy = torch.empty_like(logprobs)
@@ -170,7 +170,7 @@ def _chunks(num_rows: int) -> Iterator[slice]:
 
 
 def _operand(x: Tensor) -> Tensor:
-    """Return x as `_matmul` takes it: 16 bits where torch multiplies them into float32, else at least float32."""
+    """Return x in the dtype for `_matmul`: 16 bits if torch can multiply them into float32, else at least float32."""
     if x.is_cuda and x.dtype in _HALF_DTYPES and _MM_WIDENS:
         return x
     return x.to(at_least_float32(x.dtype))
@@ -180,12 +180,12 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b in at least float32; b is an `_operand`, and a is cast to its dtype."""
     if b.dtype in _HALF_DTYPES:
         return torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
-    with torch.autocast(b.device.type, enabled=False):  # which would round to 16 bits
+    with torch.autocast(b.device.type, enabled=False):  # autocast would round to 16 bits
         return a.to(b.dtype) @ b
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
-    """Return the transformed logits of every word, [n, V]; hidden is [n, H], weight an `_operand` [V, H]."""
+    """Return the transformed logits [n, V]; hidden is [n, H], weight an `_operand` [V, H]."""
     logits = _matmul(hidden, weight.t())
     if bias is not None:
         logits += bias
@@ -193,15 +193,15 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: Logi
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
-    """Return the log-probabilities of every word, [n, V]; overwrites the logits."""
-    # On a CPU torch.log_softmax adds exponentials one by one, 1e-5 off at 130,000 words; sum() adds them pairwise.
+    """Return the log-probabilities [n, V] of all words; overwrites the logits."""
+    # On a CPU, torch.log_softmax sums exponentials sequentially, which is inaccurate for large V; sum() adds pairwise.
     logits -= logits.amax(dim=1, keepdim=True)
     logits -= logits.exp().sum(dim=1, keepdim=True).log()
     return logits
 
 
 def _entropy(probs: Tensor, log_probs: Tensor) -> Tensor:
-    """Return the entropies [n, 1] of [n, V] distributions; overwrites probs. Finite log_probs make 0 * log 0 be 0."""
+    """Return the entropies [n, 1] of distributions [n, V]; overwrites probs. log_probs must be finite: 0 log 0 is 0."""
     return -probs.mul_(log_probs).sum(dim=1, keepdim=True)
 
 
@@ -237,13 +237,13 @@ def gae(
     """Return generalized advantage estimates.
 
     Args:
-        token_rewards, values: [B, T] float32; reward paid after token t, and value before it. Read only in the mask.
-        response_mask:    [B, T] bool or 0 and 1; a row may have gaps (a tool's tokens) or no token at all.
+        token_rewards, values: [B, T] float32; reward after token t, and value before it; read inside the mask only.
+        response_mask:    [B, T] bool or 0 and 1; a row may have gaps (tokens of a tool) or no token at all.
         gamma:            discount per token.
-        gae_lambda:       decay of the estimate per token, beside gamma; one number, or one per row [B].
-        mode:             what a gap is. zero: states of value 0 and reward 0, each discounted like a token.
-                          carry: nothing, V_{t+1} and A_{t+1} are those of the next sampled token.
-        bootstrap_values: [B] or None; value after the last sampled token, 0 when None.
+        gae_lambda:       decay of the estimate per token, in addition to gamma; one number, or one per row [B].
+        mode:             treatment of gaps. zero: their slots are states of value 0 and reward 0, discounted like
+                          tokens. carry: they are skipped, V_{t+1} and A_{t+1} are of the next sampled token.
+        bootstrap_values: [B] or None; value after the last sampled token; None is 0.
     Returns:
         advantages: [B, T] float32 (float64 if token_rewards is), 0 outside the mask, without gradient.
     Raises:
@@ -258,12 +258,12 @@ def gae(
     mask = response_mask.bool()
     rewards = torch.where(mask, token_rewards, 0).to(at_least_float32(token_rewards.dtype))
     values = torch.where(mask, values, 0).to(rewards)
-    # What the scan passes through: up to the last sampled token every slot, or only the sampled ones.
+    # States of the scan: all slots up to the last sampled token, or only the sampled ones.
     is_state = mask.flip(1).cumsum(1).flip(1) > 0 if mode == "zero" else mask
 
     advantages = torch.zeros_like(rewards)
     advantage = rewards.new_zeros(len(rewards))
-    # The product rounds once, in float64, so that a row's advantages do not depend on how its lambda was given.
+    # The product is rounded once, from float64, so that one lambda for all rows and one per row give the same result.
     decay = (gamma * torch.as_tensor(gae_lambda, dtype=torch.float64, device=rewards.device)).to(rewards.dtype)
     next_value = advantage if bootstrap_values is None else bootstrap_values.to(advantage)
     check_same_shape(bootstrap_values=next_value, rows=advantage)

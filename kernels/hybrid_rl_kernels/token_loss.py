@@ -1,15 +1,16 @@
-"""Loss, and the gradients of hidden states and weight, in one pass over the logits of the tokens, on a GPU.
+"""A token loss with the gradients of hidden states and weight, in one pass over the logits, on a GPU.
 
-fused_logprobs multiplies four times for a training step: logits, logits again, two gradients. Here the second time
-goes: a token's loss is a function of its log-prob (and entropy), so as soon as a block of rows has these, its
-gradients follow from what the pass has kept of the logits,
+A training step with fused_logprobs needs four matrix products: the logits in forward, the logits again in backward, and
+two gradients. This module omits the second computation of the logits. The loss of a token is a function of its log-prob
+and entropy, so as soon as they are known for a block of rows, the gradients follow from the numerators of the softmax
+that the pass stores,
 
     numerators 2^(z - r) in bfloat16, where r is z of the row's target.
 
-The gradient of the logits of a row is one number times its numerators, but at the target, so instead of the [n, V]
-matrix that number scales hidden [n, H], before and after the products. No exponent overflows up to a target of 2^-60
-of the largest share; rows beyond, and all rows where the entropy has a gradient or logits are capped, are rewritten,
-which costs a read and a write of their numerators.
+Except at the target, the gradient of the logits of a row is its numerators times one number. Instead of the [n, V]
+matrix, that number scales hidden [n, H], before and after the products. No exponent overflows while the probability of
+the target is at least 2^-60 of the largest one. Rows with a smaller one, and all rows if the entropy has a gradient or
+the logits are capped, are rewritten, which reads and writes their numerators once more.
 
 Shape letters: N tokens, n tokens of one block, H hidden, V vocabulary.
 """
@@ -29,12 +30,12 @@ from hybrid_rl_kernels.logprobs import Gradients
 from hybrid_rl_kernels.reference import LogitTransform
 
 NUMERATOR_BYTES = 528 * MIB
-"""Numerators of one block. Each block but the first adds to weight's gradient in weight's dtype."""
+"""Memory of the numerators of one block; every block after the first adds to the weight's gradient in its dtype."""
 FINISH_PROGRAMS = 8
-"""Programs that share a row in the finish kernel."""
+"""Number of programs per block of rows in the finish kernel."""
 
 LossOfLogprobs = Callable[[Tensor, Tensor, slice], Tensor]
-"""From log-probs and entropies [n] of the tokens in a slice to their losses, of any shape, which are summed."""
+"""Maps log-probs and entropies [n] of the tokens in a slice to their losses, of any shape, which are summed."""
 
 
 def token_loss(
@@ -46,23 +47,23 @@ def token_loss(
     loss_of_logprobs: LossOfLogprobs,
     path: Path | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what hybrid_rl_kernels.token_loss_one_pass does, for bfloat16 (or float32) with gradients."""
+    """Return loss, log-probs and entropies; see dispatch.token_loss_one_pass. Inputs are in bfloat16 or float32."""
     path = path or passes.choose_path(hidden, weight)
     return _TokenLoss.apply(hidden, weight, bias, targets, transform, loss_of_logprobs, path)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Buffers:
-    """Memory that all blocks share; rows of the longest block."""
+    """Buffers that all blocks use in turn; n is the number of rows of the longest block."""
 
     numerators: Tensor
     """[n, V], rows aligned to 16 bytes."""
     scaled: Tensor
-    """[n, H]"""
+    """[n, H]; hidden states times the scale of their row."""
     total: Tensor
-    """[n, H] float32"""
+    """[n, H] float32; products with the weight."""
     tile_reference: Tensor
-    """[tiles * n] float32"""
+    """[tiles * n] float32; references of the numerators of each tile of words."""
     tile_width: int
 
     @staticmethod
@@ -118,7 +119,7 @@ class _TokenLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            raise RuntimeError("token_loss_one_pass gives its gradients away: backward runs once")
+            raise RuntimeError("token_loss_one_pass frees its gradients in backward, which can run only once")
         for gradient in gradients:
             if gradient is not None:
                 _rescale(gradient, grad_loss)
@@ -126,7 +127,7 @@ class _TokenLoss(torch.autograd.Function):
 
 
 def _rescale(x: Tensor, factor: Tensor) -> None:
-    """Multiply x in place by a scalar on its device; one of 1, which only the device knows, costs no pass over x."""
+    """Multiply x in place by a scalar on its device; the kernel returns at once if the scalar is 1."""
     block = 8192
     grid = (-(-x.numel() // block),)
     if x.numel():
@@ -134,7 +135,7 @@ def _rescale(x: Tensor, factor: Tensor) -> None:
 
 
 def _numerators(work: Work, buffers: _Buffers, path: Path) -> tuple[RowResults, Tensor]:
-    """Fill the numerators of a block; return what it tells of each row and z of the targets, [n]."""
+    """Fill the numerators of a block, and return the results of its rows and z of the targets [n]."""
     num_rows, num_hidden = work.hidden.shape
     reference = torch.empty(num_rows, dtype=torch.float32, device=work.hidden.device)
     scale, steepness, cap = work.head.scales
@@ -166,12 +167,12 @@ def _numerators(work: Work, buffers: _Buffers, path: Path) -> tuple[RowResults, 
 def _loss_gradients(
     loss_of_logprobs: LossOfLogprobs, results: RowResults, rows: slice
 ) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
-    """Return the loss of a block, and its gradients with respect to log-probs and, if it reads them, entropies."""
+    """Return the loss of a block, and its gradients of log-probs and of entropies; None if the loss ignores them."""
     with torch.enable_grad():
         logprobs, entropy = (x.detach().requires_grad_() for x in (results.logprobs, results.entropy))
         loss = loss_of_logprobs(logprobs, entropy, rows).sum()
         grad, grad_entropy = torch.autograd.grad(loss, (logprobs, entropy), allow_unused=True)
-    # Autograd may hand out views, of a sum one number with stride 0; kernels count on a row after the other.
+    # Autograd may return a view, such as one number with stride 0; the kernels need contiguous rows.
     grad = torch.zeros_like(logprobs) if grad is None else grad.contiguous()
     return loss.detach(), (grad, grad_entropy)
 
@@ -179,7 +180,7 @@ def _loss_gradients(
 def _scale(
     work: Work, buffers: _Buffers, results: RowResults, reference: Tensor, grad: Tensor, grad_entropy: Tensor | None
 ) -> Tensor:
-    """Scale the hidden states of a block and finish its numerators; return the rows' scales, [n]."""
+    """Scale the hidden states of a block and finish its numerators; return the scales of the rows [n]."""
     num_rows, num_hidden = work.hidden.shape
     num_columns = len(work.head.weight)
     transform = work.head.transform
@@ -231,7 +232,7 @@ def _scale(
 def _add_gradients(
     work: Work, buffers: _Buffers, scale: Tensor, gradients: Gradients, rows: slice, *, adds: bool
 ) -> None:
-    """Fill or add to the gradients from one block of rows."""
+    """Compute the gradients of one block of rows; `adds` adds to the weight's."""
     num_rows = len(work.hidden)
     numerators = buffers.numerators[:num_rows]
     if gradients.hidden is not None:
