@@ -1,4 +1,4 @@
-"""The demo as built: what its files hold, and the accuracies that PPO depends on, measured again."""
+"""The demo: the content of its files, and the accuracies of its models, measured independently."""
 
 import json
 import random
@@ -19,7 +19,7 @@ from hybrid_rl.demo import DemoPaths, DemoSettings, Example, build_demo, resolve
 
 
 def refuse(line: str) -> None:
-    """Fail where a report shows that something is built."""
+    """Raise if a line of progress shows that something is built."""
     raise AssertionError(line)
 
 
@@ -30,7 +30,7 @@ def cache_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def paths(cache_dir: Path) -> DemoPaths:
-    """The real demo; built once per version of its code."""
+    """The real demo, which is built once per version of its code."""
     return build_demo(cache_dir)
 
 
@@ -45,7 +45,7 @@ def read(path: Path) -> list[dict]:
 
 @pytest.fixture(scope="session")
 def heldout(paths: DemoPaths, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
-    """Held-out rows, encoded from their text."""
+    """Held-out examples, encoded from their text."""
     examples = []
     for row in read(paths.heldout):
         answer_ids = [*tokenizer(row["answer"], add_special_tokens=False).input_ids, tokenizer.eos_token_id]
@@ -53,27 +53,27 @@ def heldout(paths: DemoPaths, tokenizer: PreTrainedTokenizerBase) -> list[Exampl
     return examples
 
 
-def test_second_call_finds_the_first(cache_dir, paths):
+def test_a_second_call_builds_nothing(cache_dir, paths):
     assert build_demo(cache_dir, report=refuse) == paths
 
 
-def test_build_leaves_the_callers_random_state(tmp_path, monkeypatch):
+def test_a_failed_build_restores_the_random_state_and_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "write_demo", lambda folder, *_: torch.rand(3) and None)
     state = torch.random.get_rng_state()
-    with pytest.raises(RuntimeError):  # the truth value of three numbers: a build that fails
+    with pytest.raises(RuntimeError):  # a tensor of three numbers has no truth value
         build_demo(tmp_path)
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert not list(tmp_path.iterdir())  # and leaves nothing behind
+    assert not list(tmp_path.iterdir())
 
 
-def test_another_seed_is_another_folder(tmp_path, monkeypatch):
+def test_each_seed_has_its_folder(tmp_path, monkeypatch):
     accuracies = json.dumps({"initial_accuracy": 0.4, "pairwise_accuracy": 1.0})
     monkeypatch.setattr(demo, "write_demo", lambda folder, *_: (folder / "accuracy.json").write_text(accuracies))
     assert build_demo(tmp_path, seed=0).policy != build_demo(tmp_path, seed=1).policy
     assert build_demo(tmp_path, seed=1, report=refuse).initial_accuracy == 0.4
 
 
-def test_splits_are_disjoint_and_right(paths):
+def test_splits_are_disjoint_and_answers_are_sorted(paths):
     train, heldout = read(paths.train), read(paths.heldout)
     assert (len(train), len(heldout)) == (DemoSettings().num_train, DemoSettings().num_heldout)
     assert len({row["prompt"] for row in train + heldout}) == len(train) + len(heldout)
@@ -81,7 +81,7 @@ def test_splits_are_disjoint_and_right(paths):
         assert row["answer"].split() == sorted(row["prompt"].removeprefix("sort ").removesuffix(" :").split())
 
 
-def test_text_round_trips(heldout, tokenizer):
+def test_text_survives_encoding_and_decoding(heldout, tokenizer):
     for example in heldout:
         assert tokenizer.decode(example.prompt_ids, skip_special_tokens=True).strip() == example.prompt
         assert tokenizer.decode(example.answer_ids, skip_special_tokens=True).strip() == example.answer
@@ -89,7 +89,7 @@ def test_text_round_trips(heldout, tokenizer):
         assert (len(example.prompt_ids) <= 10) and (len(example.answer_ids) <= 8)
 
 
-def test_ids_made_without_the_tokenizer_are_its_ids(tokenizer):
+def test_examples_have_the_ids_of_the_tokenizer(tokenizer):
     settings = DemoSettings(num_train=50, num_heldout=0)
     for example in demo.make_examples(settings, demo.make_tokenizer(), random.Random(0)):
         assert example.prompt_ids == tokenizer(example.prompt).input_ids
@@ -105,8 +105,8 @@ def test_corrupted_answers_are_wrong_and_varied(heldout, tokenizer):
     assert any(tokenizer.eos_token_id not in w for w in wrong)
 
 
-def test_policy_is_right_on_some_prompts(paths, heldout, tokenizer):
-    """Generated and compared as text, unlike the single forward of `greedy_accuracy`."""
+def test_the_policy_answers_some_prompts(paths, heldout, tokenizer):
+    """By generation and as text, independently of the single forward of `greedy_accuracy`."""
     policy = AutoModelForCausalLM.from_pretrained(paths.policy)
     assert policy.num_parameters() < 3_000_000
     assert policy.dtype == torch.float32
@@ -120,8 +120,8 @@ def test_policy_is_right_on_some_prompts(paths, heldout, tokenizer):
     assert accuracy == pytest.approx(paths.initial_accuracy, abs=0.005)
 
 
-def test_reward_model_prefers_right_responses(paths, heldout):
-    """On new pairs, and through the classifier's own forward, which finds each last token by itself."""
+def test_the_reward_model_prefers_right_responses(paths, heldout):
+    """On new pairs, and by the classifier's forward, which finds the last token of each sequence."""
     policy = AutoModelForCausalLM.from_pretrained(paths.policy)
     reward = AutoModelForSequenceClassification.from_pretrained(paths.reward)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -135,7 +135,7 @@ def test_reward_model_prefers_right_responses(paths, heldout):
     torch.testing.assert_close(rejected_by_token[:, -1], rejected, atol=1e-4, rtol=0)
 
 
-def test_resolve_replaces_the_demos_words_only(cache_dir, paths, monkeypatch):
+def test_only_the_placeholders_of_the_demo_are_resolved(cache_dir, paths, monkeypatch):
     monkeypatch.setenv("HYBRID_RL_CACHE", str(cache_dir))
     plain = Config(models=ModelsConfig(actor="some/folder"), prompts=PromptsConfig(path="rows.jsonl"))
     assert resolve_demo(plain, refuse) is plain

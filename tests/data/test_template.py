@@ -1,4 +1,4 @@
-"""Conversation templates: what the file may say, and what prompts become of it."""
+"""Conversation templates: their keys, their errors, and the prompts rendered with them."""
 
 import json
 
@@ -27,7 +27,7 @@ TAGS = {
 def make_tokenizer():
     words = ["</s>", "<unk>", "<|end|>", "say", "user", "assistant", "system", "be", "brief", "own", "[", "]", "7"]
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    # Words and signs; a line break is a token of its own.
+    # Words and punctuation marks; a line break is a token.
     splits = [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.Split(Regex(r"\w+|\n|[^\w\s]"), "isolated")]
     core.pre_tokenizer = pre_tokenizers.Sequence(splits)
     core.add_special_tokens(["<|end|>"])
@@ -41,7 +41,7 @@ TOKENIZER = make_tokenizer()
 
 @pytest.fixture
 def write(tmp_path):
-    """Return a function that writes keys, or text as it is, to a template file and returns its path."""
+    """Return a function that writes keys as JSON, or a text unchanged, to a template file and returns its path."""
 
     def write_file(keys):
         path = tmp_path / "template.json"
@@ -107,13 +107,13 @@ def test_the_token_of_end_of_assistant_ends_a_response_unless_stop_ids_are_given
         ),
     ],
 )
-def test_a_wrong_file_is_explained(write, keys, message):
+def test_a_wrong_file_is_refused_with_the_key(write, keys, message):
     path = write(keys)
     with pytest.raises(ConfigError, match=rf"prompts\.template_path = {path}.*{message}"):
         load_template(path, TOKENIZER)
 
 
-def test_a_missing_file_is_explained(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"prompts\.template_path = .*absent\.json: there is no such file"):
         load_template(str(tmp_path / "absent.json"), TOKENIZER)
 
@@ -125,7 +125,7 @@ def encode(row, path, **settings):
     return encode_prompt(TOKENIZER, {"prompt": row}, PromptsConfig(template_path=path, **settings))
 
 
-def test_chat_template_and_system_message_make_the_prompt(write):
+def test_chat_template_and_system_message_render_the_prompt(write):
     assert encode(CHAT, None).text == "user say 7 own"
     assert encode(CHAT, write({"chat_template": OTHER})).text == "user say 7 [assistant]"
     assert encode("say 7", write({"chat_template": OTHER}), chat=True).text == "user say 7 [assistant]"
@@ -135,7 +135,7 @@ def test_chat_template_and_system_message_make_the_prompt(write):
     assert prompt.token_ids == [6, 7, 8, 4, 3, 12, 10, 5, 11]
 
 
-def test_a_data_set_takes_the_template_and_its_tags_reach_the_scorer(write, tmp_path):
+def test_prompts_of_a_data_set_follow_the_template_and_carry_its_tags(write, tmp_path):
     (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": CHAT, "answer": "7", "level": 1}) + "\n")
     config = PromptsConfig(template_path=write({"chat_template": OTHER, "response_format_tags": TAGS}))
     (prompt,) = load_prompts(str(tmp_path / "data.jsonl"), TOKENIZER, config, seed=0)
@@ -165,10 +165,10 @@ def test_a_data_set_takes_the_template_and_its_tags_reach_the_scorer(write, tmp_
         ),
     ],
 )
-def test_what_contradicts_the_template_is_refused(write, prompt, keys, settings, message):
+def test_settings_and_rows_that_contradict_the_template_are_refused(write, prompt, keys, settings, message):
     with pytest.raises(ConfigError, match=message):
         encode(prompt, write(keys), **settings)
 
 
-def test_text_prompts_may_have_a_template_that_leaves_them_alone(write):
+def test_a_template_without_chat_keys_leaves_text_prompts_unchanged(write):
     assert encode("say 7", write({"stop_ids": [2], "response_format_tags": TAGS})).text == "say 7"

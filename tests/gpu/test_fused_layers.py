@@ -1,4 +1,4 @@
-"""Liger's kernels against transformers' layers, family by family: results, gradients and what they keep."""
+"""Liger's kernels compared with transformers' layers for every family: results, gradients and stored activations."""
 
 import importlib.util
 import sys
@@ -39,7 +39,7 @@ SIZES = {
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A random model of a family, its norms' weights too, in bfloat16."""
+    """Folder of a random bfloat16 model of a family, with random weights of norms."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(request.param, **SIZES))
     for parameter in model.parameters():
@@ -51,10 +51,10 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def packed(num_tokens: int) -> dict[str, Tensor | int]:
     """Return two packed sequences, the first of 11 tokens."""
-    places = torch.cat([torch.arange(11), torch.arange(num_tokens - 11)])[None].to(DEVICE)
+    positions = torch.cat([torch.arange(11), torch.arange(num_tokens - 11)])[None].to(DEVICE)
     ends = torch.tensor([0, 11, num_tokens], dtype=torch.int32, device=DEVICE)
     ids = torch.randint(3, 1024, (1, num_tokens), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    return {"input_ids": ids, "position_ids": places, "cu_seqlens": ends, "max_length": num_tokens - 11}
+    return {"input_ids": ids, "position_ids": positions, "cu_seqlens": ends, "max_length": num_tokens - 11}
 
 
 def results(actor: Actor) -> dict[str, Tensor]:
@@ -73,9 +73,11 @@ def test_liger_is_no_further_from_float32_than_transformers(folder: str) -> None
     exact = results(load_actor(folder, ModelsConfig(dtype="float32", fused_layers="off"), DEVICE))
     plain = results(load_actor(folder, ModelsConfig(fused_layers="off"), DEVICE))
     actor = load_actor(folder, ModelsConfig(), DEVICE)
-    home = sys.modules[type(actor.model).__module__]
+    definitions = sys.modules[type(actor.model).__module__]
     assert actor.model.base_model.norm._get_name().startswith("Liger")
-    assert not [name for name, value in vars(home).items() if isinstance(value, type) and "Liger" in value.__name__]
+    assert not [
+        name for name, value in vars(definitions).items() if isinstance(value, type) and "Liger" in value.__name__
+    ]
     fused = results(actor)
     assert fused.keys() == plain.keys() == exact.keys()
     errors = {}
@@ -84,11 +86,11 @@ def test_liger_is_no_further_from_float32_than_transformers(folder: str) -> None
         errors[name] = (float((fused[name] - value).norm() / size), float((plain[name] - value).norm() / size))
     worst = max(errors, key=lambda name: errors[name][0] / errors[name][1])
     print(type(actor.model).__name__, worst, errors[worst], "log-probs", errors["log-probs"])
-    assert all(mine <= 1.5 * theirs + 1e-3 for mine, theirs in errors.values()), errors
+    assert all(liger <= 1.5 * transformers + 1e-3 for liger, transformers in errors.values()), errors
 
 
 @pytest.mark.parametrize("folder", ["qwen2"], indirect=True)
-def test_value_models_compute_with_liger_too(folder: str) -> None:
+def test_value_models_also_compute_with_liger(folder: str) -> None:
     config = AutoConfig.from_pretrained(folder, num_labels=1)
     AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     plain, fused = (
@@ -103,11 +105,11 @@ def test_value_models_compute_with_liger_too(folder: str) -> None:
 
 
 @pytest.mark.parametrize("setting", ["off", "liger"])
-def test_a_forward_keeps_what_is_planned(small: Path, setting: str) -> None:
+def test_a_forward_stores_the_activations_that_the_plan_counts(small: Path, setting: str) -> None:
     config = ModelsConfig(actor=str(small / "policy"), attention="varlen", fused_layers=setting)
     actor = load_actor(config.actor, config, DEVICE)
     inputs = packed(4096)
-    for _ in range(2):  # the first compiles, and takes what it keeps
+    for _ in range(2):  # the first forward compiles, which allocates memory that stays
         before = torch.cuda.memory_allocated()
         hidden = actor.hidden(**inputs)
         kept = torch.cuda.memory_allocated() - before - hidden.nbytes

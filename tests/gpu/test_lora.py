@@ -1,4 +1,4 @@
-"""Adapters in bfloat16 on a GPU: packed attention, swapping, ZeRO 2 and 3, and the reference inside the actor."""
+"""Adapters in bfloat16 on a GPU: packed attention, offloading, ZeRO 2 and 3, and the reference inside the actor."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ def make_inputs() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_adapters_learn_while_states_come_and_go(small: Path, stage: int) -> None:
+def test_adapters_are_trained_while_optimizer_states_are_offloaded_in_between(small: Path, stage: int) -> None:
     world = join_world()
     actor = load_actor(str(small / "policy"), ModelsConfig(), world.device, lora=LoraConfig(rank=16))
     trainer = DeepSpeedEngine(

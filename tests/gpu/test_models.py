@@ -1,4 +1,4 @@
-"""Packed forwards in bfloat16 on a GPU, with each attention that may be installed."""
+"""Packed forwards in bfloat16 on a GPU, with every attention implementation that is installed."""
 
 import importlib.util
 from pathlib import Path
@@ -70,7 +70,7 @@ def test_gradients_of_packed_sequences_do_not_mix(small: Path) -> None:
 
 
 def test_a_micro_batch_never_waits_for_the_gpu(small: Path) -> None:
-    """The host launches ahead of the GPU: from packing to the end of backward nothing is read back."""
+    """From packing to the end of backward, nothing synchronizes the host with the GPU."""
     batch = make_batch([(5, 20), (7, 30)])
     batch = batch.with_fields(old_logprobs=torch.zeros(batch.response_mask.shape))
     actor = load_actor(str(small / "policy"), ModelsConfig(attention="varlen"), torch.device("cuda"))
@@ -82,7 +82,7 @@ def test_a_micro_batch_never_waits_for_the_gpu(small: Path) -> None:
         loss.backward()
         return loss.detach()
 
-    first = micro_batch()  # compiles
+    first = micro_batch()  # compiles kernels
     torch.cuda.set_sync_debug_mode("error")
     try:
         second = micro_batch()

@@ -1,4 +1,4 @@
-"""Who computes with Liger's kernels. What they compute needs a GPU: tests/gpu/test_fused_layers.py."""
+"""The choice of Liger's kernels; tests/gpu/test_fused_layers.py compares their results on a GPU."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +17,10 @@ from hybrid_rl.planning.shapes import read_shapes
 
 
 @pytest.mark.parametrize("is_installed, has_gpu, is_there", [(1, 1, True), (0, 1, False), (0, 0, True)])
-def test_auto_takes_liger_where_it_is_installed_and_checked(
+def test_auto_takes_liger_where_it_is_installed_and_verified(
     monkeypatch: pytest.MonkeyPatch, is_installed: int, has_gpu: int, is_there: bool
 ) -> None:
-    """A machine without a GPU plans for one that has it."""
+    """A machine without a GPU assumes that the GPU machine it plans for has it."""
     monkeypatch.setattr(fused_layers, "is_liger_kernel_available", lambda: bool(is_installed))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(has_gpu))
     assert uses_liger("auto", "qwen2", is_half_on_gpu=True) is is_there
@@ -30,7 +30,7 @@ def test_auto_takes_liger_where_it_is_installed_and_checked(
     assert uses_liger("liger", "qwen2", is_half_on_gpu=True)
 
 
-def test_a_family_that_was_not_checked_is_refused() -> None:
+def test_liger_is_refused_for_a_family_that_is_not_verified() -> None:
     for family in FAMILIES:
         check_family("liger", family, field="models.actor")
     check_family("auto", "gpt2", field="models.actor")
@@ -38,7 +38,7 @@ def test_a_family_that_was_not_checked_is_refused() -> None:
         check_family("liger", "gpt2", field="models.critic")
 
 
-def test_a_cpu_has_the_layers_of_transformers_or_says_why(tiny: Path) -> None:
+def test_a_cpu_keeps_the_layers_of_transformers_and_refuses_liger(tiny: Path) -> None:
     path, cpu = str(tiny / "policy"), torch.device("cpu")
     actor = load_actor(path, ModelsConfig(), cpu)
     assert type(actor.model.base_model.norm).forward is actor.model.base_model.norm.forward.__func__
@@ -46,26 +46,27 @@ def test_a_cpu_has_the_layers_of_transformers_or_says_why(tiny: Path) -> None:
         load_actor(path, ModelsConfig(fused_layers="liger"), cpu)
 
 
-def test_an_unchecked_family_is_refused_by_the_loader_too(tmp_path: Path) -> None:
-    """Liger would leave a family that it does not know as it is, and say nothing."""
+def test_the_loader_refuses_liger_for_a_family_that_is_not_verified(tmp_path: Path) -> None:
+    """Liger itself would leave such a model unchanged without an error."""
     config = GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=4, n_positions=64, pad_token_id=0)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=rf"models.actor = {tmp_path} is of type gpt2; use auto"):
         load_actor(str(tmp_path), ModelsConfig(fused_layers="liger"), torch.device("cpu"))
 
 
-def test_the_plan_of_a_gpu_counts_what_liger_keeps(tiny: Path) -> None:
+def test_the_plan_of_a_gpu_counts_the_smaller_activations_of_liger(tiny: Path) -> None:
     config = Config(
         models=ModelsConfig(actor=str(tiny / "policy"), fused_layers="off"),
         prompts=PromptsConfig(max_prompt_tokens=8),
         rollout=RolloutConfig(max_response_tokens=24, kv_cache_memory_bytes=GIB),
     )
     machine = Machine(gpu_memory_bytes=80 * GIB, num_gpus=1, num_nodes=1, backend="triton")
-    rows = []
+    num_bytes = []
     for setting in ("off", "liger"):
-        now = replace(config, models=replace(config.models, fused_layers=setting))
-        plan = make_plan(now, machine, read_shapes(now))
-        rows.append(next(a.num_bytes for a in plan.allocations if a.name == "actor activations"))
+        planned = replace(config, models=replace(config.models, fused_layers=setting))
+        plan = make_plan(planned, machine, read_shapes(planned))
+        num_bytes.append(next(a.num_bytes for a in plan.allocations if a.name == "actor activations"))
     tokens = config.update.mini_batch_size * 32
-    # Two layers of width 32 and 64: two norms keep 4 * 32 - 4 bytes less, the feed-forward 2 * 64. One more norm.
-    assert rows[0] - rows[1] == tokens * (2 * (2 * 124 + 128) + 124)
+    # Per token, each of two layers of width 32 and 64 stores 4 * 32 - 4 bytes less for each of two norms and 2 * 64
+    # less for the MLP; the final norm stores 4 * 32 - 4 less.
+    assert num_bytes[0] - num_bytes[1] == tokens * (2 * (2 * 124 + 128) + 124)
