@@ -1,10 +1,10 @@
-"""Keep a run's device memory by owner and phase, the plan beside what was measured: CSV and PNG under results/.
+"""Write a run's device memory by owner and phase, planned and measured, as CSV and PNG under results/.
 
 python profiling/plot_memory.py runs/<name>            # the last step
 python profiling/plot_memory.py runs/<name> --step 2
 
-The counters of timeline.json are read: what the driver says is in use on the device, what PyTorch has of it, and, where
-the driver tells the processes apart, what the engines have.
+The script reads the counters of timeline.json: the memory that the driver counts as used, PyTorch's part of it, and the
+engines' part if the driver counts by process.
 """
 
 import argparse
@@ -18,8 +18,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from colocated_run import HERE, PHASES, RunResult, Window, table, write_csv
 
+from hybrid_rl.memory.residency import RESIDENCY
+
 GIB = 1 << 30
-FROZEN = ("reference", "reward_model")
 COLORS = {
     "actor": "#d95f02",
     "critic": "#e6ab02",
@@ -36,32 +37,34 @@ COLORS = {
 }
 
 
-def plan_owner(row: str) -> str:
-    """Return the owner that a row of the plan counts for."""
-    names = {"engine_weights": "engine weights", "engine_kv_cache": "engine KV cache", "trainer context": "contexts"}
-    if row in names or row in FROZEN:
-        return names.get(row, "frozen models")
-    if row.startswith("engine"):
-        return "contexts" if row == "engine context" else "engine, other"
-    model, _, part = row.replace("_", " ").partition(" ")
-    is_kept = model in ("actor", "critic") and part in ("parameters", "states", "gradients", "buckets")
-    return model if is_kept else "activations and buffers"
+def plan_owner(name: str) -> str:
+    """Return the owner of an allocation of the plan."""
+    if spec := RESIDENCY.get(name):
+        if spec.model == "engine":
+            return "engine KV cache" if spec.content == "kv_cache" else "engine weights"
+        return spec.model if spec.is_trained else "frozen models"
+    model, _, use = name.partition(" ")
+    if use == "context":
+        return "contexts"
+    if model == "engine":
+        return "engine, other"
+    return model if use in ("gradients", "buckets") else "activations and buffers"
 
 
-def planned(rows: Mapping[str, float]) -> dict[str, float]:
-    """Return owner -> bytes of a phase's plan."""
+def planned(allocations: Mapping[str, float]) -> dict[str, float]:
+    """Return owner -> bytes of a phase's plan, from allocation -> bytes."""
     owners: dict[str, float] = {}
-    for row, num_bytes in rows.items():
-        owners[plan_owner(row)] = owners.get(plan_owner(row), 0.0) + num_bytes
+    for name, num_bytes in allocations.items():
+        owners[plan_owner(name)] = owners.get(plan_owner(name), 0.0) + num_bytes
     return owners
 
 
 def measured(device: Mapping[str, float], by_owner: Mapping[str, float] | None) -> dict[str, float]:
-    """Return owner -> bytes of one look at the device.
+    """Return owner -> bytes of one measurement.
 
     Args:
-        device: `used`, all processes together, and `trainer`, PyTorch's own.
-        by_owner: bytes of each process, `trainer` and `engine_<pid>`; None where the driver does not tell.
+        device: bytes of all processes, `used`, and those of PyTorch's allocator in the trainer, `trainer`.
+        by_owner: bytes of each process, `trainer` and `engine_<pid>`; None if the driver does not count by process.
     """
     tensors, used = device["trainer"], device["used"]
     if by_owner is None:
@@ -75,24 +78,24 @@ def measured(device: Mapping[str, float], by_owner: Mapping[str, float] | None) 
     }
 
 
-def highest(left: RunResult, window: Window) -> dict[str, float] | None:
-    """Return the owners at the highest of all looks at the device in a phase; None without a look."""
-    looks = left.counters("device_memory", window)
-    if not looks:
+def highest(run: RunResult, window: Window) -> dict[str, float] | None:
+    """Return owner -> bytes of the largest measurement in a phase; None without a measurement."""
+    samples = run.counters("device_memory", window)
+    if not samples:
         return None
-    by_process = left.counters("device_memory_by_owner", window)
-    place = max(range(len(looks)), key=lambda i: looks[i]["used"])
-    return measured(looks[place], by_process[place] if len(by_process) == len(looks) else None)
+    by_process = run.counters("device_memory_by_owner", window)
+    place = max(range(len(samples)), key=lambda i: samples[i]["used"])
+    return measured(samples[place], by_process[place] if len(by_process) == len(samples) else None)
 
 
-def memory_of(left: RunResult, step: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Return phase -> `plan` or `measured` -> owner -> bytes of a step; of a phase opened twice, its higher peak."""
+def memory_of(run: RunResult, step: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Return phase -> `plan` or `measured` -> owner -> bytes of a step; the peak of a phase that is opened twice."""
     found: dict[str, dict[str, dict[str, float]]] = {}
-    for window in left.windows(step):
-        owners = highest(left, window)
+    for window in run.windows(step):
+        owners = highest(run, window)
         if owners is None:
             continue
-        plans = left.counters("device_memory_plan", window)
+        plans = run.counters("device_memory_plan", window)
         before = found.get(window.phase, {}).get("measured", {})
         if sum(owners.values()) > sum(before.values()):
             found[window.phase] = ({"plan": planned(plans[0])} if plans else {}) | {"measured": owners}
@@ -100,7 +103,7 @@ def memory_of(left: RunResult, step: int) -> dict[str, dict[str, dict[str, float
 
 
 def plot(memory: Mapping[str, Mapping[str, Mapping[str, float]]], title: str, path: Path) -> None:
-    """Draw two stacks for each phase: what was planned, hatched, and what was measured."""
+    """Draw two stacked bars for each phase: the planned bytes, hatched, and the measured ones."""
     figure, axes = plt.subplots(figsize=(9, 5))
     places = [(phase, kind) for phase in memory for kind in ("plan", "measured") if kind in memory[phase]]
     centres = {place: list(memory).index(place[0]) + (-0.2 if place[1] == "plan" else 0.2) for place in places}
@@ -124,9 +127,9 @@ def plot(memory: Mapping[str, Mapping[str, Mapping[str, float]]], title: str, pa
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
-def last_step(left: RunResult) -> int:
-    """Return the last step that went through every phase; 0 without one."""
-    steps = {e["args"]["step"] for e in left.events if e["ph"] == "X" and e["name"] == PHASES[-1]}
+def last_step(run: RunResult) -> int:
+    """Return the last step that completed every phase; 0 without one."""
+    steps = {e["args"]["step"] for e in run.events if e["ph"] == "X" and e["name"] == PHASES[-1]}
     return max(steps, default=0)
 
 
@@ -137,9 +140,9 @@ def main() -> None:
     parser.add_argument("--step", type=int, help="instead of the last")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     arguments = parser.parse_args()
-    left = RunResult(arguments.run)
-    step = arguments.step or last_step(left)
-    memory = memory_of(left, step)
+    run = RunResult(arguments.run)
+    step = arguments.step or last_step(run)
+    memory = memory_of(run, step)
     if not memory:
         sys.exit(f"error: {arguments.run}/timeline.json has no device memory of step {step}; a run on a CPU has none")
     rows = [
@@ -149,7 +152,7 @@ def main() -> None:
         for owner, num_bytes in owners.items()
     ]
     path = arguments.out / f"{arguments.run.name}_memory.csv"
-    write_csv(path, f"{left.environment}, step {step}", rows)
+    write_csv(path, f"{run.environment}, step {step}", rows)
     plot(memory, f"{arguments.run.name}, step {step}", path.with_suffix(".png"))
     totals = {phase: {kind: sum(owners.values()) / GIB for kind, owners in memory[phase].items()} for phase in memory}
     for line in table([{"GiB": phase, "plan": 0.0} | kinds for phase, kinds in totals.items()]):
