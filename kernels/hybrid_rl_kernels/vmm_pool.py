@@ -1,13 +1,13 @@
-"""GPU memory whose physical pages leave and return while its addresses stay: csrc/vmm_pool.cpp behind PyTorch.
+"""GPU memory whose physical pages are released and restored at constant addresses: csrc/vmm_pool.cpp behind PyTorch.
 
     pool = VmmPool(torch.device("cuda", 0))
-    region = pool.region("actor_states", policy="copy")
+    region = pool.region("actor_optimizer", policy="copy")
     with region:
         moments = torch.empty(1 << 30, device="cuda")
-    region.release()  # copied to pinned memory, pages given back to the driver
-    region.restore()  # the same contents at the same addresses
+    region.release()  # copies to pinned memory and returns the physical pages to the driver
+    region.restore()  # maps new pages at the same addresses and copies the contents back
 
-To touch a released region's tensors is an illegal address, to the GPU and to the process.
+Access to a tensor of a released region is an illegal memory access.
 """
 
 import ctypes
@@ -34,11 +34,11 @@ Policy = Literal["drop", "copy", "copy_once"]
 
 
 class VmmError(RuntimeError):
-    """The pool or the CUDA driver refused; the message names the region."""
+    """The pool or the CUDA driver reported an error; the message names the region."""
 
 
 class VmmOutOfMemoryError(VmmError):
-    """The device has no room; the region is as it was, a released one still released."""
+    """The device has too little free memory; the region keeps its state."""
 
     def __init__(self, what: str, *, wanted_bytes: int, free_bytes: int) -> None:
         super().__init__(f"{what}: {wanted_bytes:,} bytes of GPU memory wanted, {free_bytes:,} are free")
@@ -48,27 +48,27 @@ class VmmOutOfMemoryError(VmmError):
 
 @dataclass(frozen=True, kw_only=True)
 class Reserve:
-    """Host memory that a pool pins before anything is released; all 0 without one."""
+    """Host memory that a pool pins ahead of the first release; all fields are 0 without a reserve."""
 
     num_bytes: int
-    """Set aside; after a failure, of these what could be pinned."""
+    """Size of the reserve; after a failure, the part that could be pinned."""
     taken_bytes: int
-    """Of that in use by regions."""
+    """Part of the reserve that regions use."""
     pinning_s: float
-    """What pinning it took; 0 until it is done."""
+    """Seconds of pinning the reserve; 0 until pinning is complete."""
     waited_s: float
-    """Of that, what releases waited for."""
+    """Seconds that releases waited for pinning."""
 
 
 def find_library() -> Path | None:
-    """Return the native library: beside the package, in the environment's packages, or in `build` of a checkout."""
+    """Return the native library: next to the package, in the environment's packages, or in `build` of a checkout."""
     here = Path(__file__).parent
     installed = Path(sysconfig.get_path("platlib"), here.name)
     return next((f / LIBRARY for f in (here, installed, here.parents[1] / "build") if (f / LIBRARY).exists()), None)
 
 
 def why_unavailable() -> str:
-    """Return why this process can have no pool, in words; empty if it can."""
+    """Return the reason why this process cannot have a pool; empty if it can."""
     if not torch.cuda.is_available():
         return "PyTorch sees no GPU"
     return "" if find_library() else f"{LIBRARY} is not built; in the checkout: {HOW_TO_BUILD}"
@@ -78,7 +78,7 @@ class VmmPool:
     """The pool of one device; a process has one."""
 
     started: ClassVar[list["VmmPool"]] = []
-    """None or one, but for tests that load a second library."""
+    """Pools of this process; at most one, except in tests that load a second library."""
 
     def __init__(
         self, device: torch.device | int = 0, *, chunk_bytes: int = CHUNK_BYTES, library: Path | None = None
@@ -86,11 +86,12 @@ class VmmPool:
         """Load the library and start the pool.
 
         Args:
-            device: the GPU.
+            device: GPU of the pool.
             chunk_bytes: unit of mapping and copying, rounded up to 2 MiB.
-            library: another file than find_library gives.
+            library: file of the native library; None for that of find_library.
+
         Raises:
-            VmmError: the library is not built, there is no driver, or this process has a pool already.
+            VmmError: the library is not built, the CUDA driver is missing, or this process has a pool.
         """
         path = library or find_library()
         if path is None:
@@ -106,43 +107,44 @@ class VmmPool:
         self.started.append(self)
 
     def region(self, name: str, *, policy: Policy = "copy") -> "Region":
-        """Return a new region; a name that was used before gets a number.
+        """Return a new region; a number is appended to a name that is in use.
 
         Args:
-            name: for messages.
-            policy: what a release does with the contents. drop: forgets them. copy: copies them to the host, and a
-                restore brings them back. copy_once: as copy, but only the first release copies, for what never changes.
+            name: name of the region in messages.
+            policy: what a release does with the contents. `drop` discards them. `copy` copies them to the host, and a
+                restore copies them back. `copy_once` copies to the host at the first release only, for contents that do
+                not change.
         """
         number = next(self._names.setdefault(name, itertools.count(1)))
         return Region(self, name if number == 1 else f"{name} {number}", policy)
 
     def exchange(self, out: "Region", into: "Region") -> tuple[int, int]:
-        """Release one region and restore another, copying in both directions at once; return the bytes out and in.
+        """Release region `out` and restore region `into` at the same time; return the bytes copied out and in.
 
-        Of `into` never more is on the device than has left of `out`, until all of `out` has.
+        Until `out` is released completely, the restored part of `into` is never larger than the released part of `out`.
 
         Raises:
-            VmmError: a region is not in the state for it, and nothing has moved.
-            VmmOutOfMemoryError: no room for `into`; `out` has left, `into` is still released.
+            VmmError: `out` is not resident or `into` is not released; nothing has moved.
+            VmmOutOfMemoryError: too little free memory for `into`; both regions are released.
         """
         return self._move(out.tag, into.tag)
 
     def reserve_host(self, num_bytes: int) -> None:
-        """Pin host memory on a thread while other work goes on; first releases take theirs from it.
+        """Pin host memory on a thread, for the host copies that first releases create.
 
-        A release waits for what is not ready of its part, and pins by itself what the reserve has no room for. Where
-        pinning the reserve fails, the first release that finds it so raises. When all that took from it is gone, it can
-        be taken anew.
+        A release waits until its part of the reserve is pinned, and pins memory itself if the reserve is too small. If
+        pinning fails, the next release that needs the reserve raises. Memory returns to the reserve once all regions
+        that use it are gone.
 
         Raises:
-            VmmError: this pool has a reserve, or there are no addresses for it.
+            VmmError: this pool has a reserve, or address space for it is not available.
         """
         self._check(self._library.vmm_reserve_host(ctypes.c_size_t(num_bytes)))
         threading.Thread(target=self._library.vmm_pin_reserve, name="pin reserve").start()
 
     @property
     def reserve(self) -> Reserve:
-        """What reserve_host has done so far."""
+        """State of the memory that reserve_host pins."""
         size, taken, pinning, waited = ctypes.c_size_t(), ctypes.c_size_t(), ctypes.c_double(), ctypes.c_double()
         places = (ctypes.byref(size), ctypes.byref(taken), ctypes.byref(pinning), ctypes.byref(waited))
         self._check(self._library.vmm_reserve(*places))
@@ -172,12 +174,12 @@ class VmmPool:
 
 @functools.cache
 def pool_of(device: torch.device) -> VmmPool:
-    """Return the pool of this process, started at the first call; see VmmPool."""
+    """Return the pool of this process; the first call starts it, see VmmPool."""
     return VmmPool(device)
 
 
 def released_bytes() -> int:
-    """Return the bytes that PyTorch still counts as reserved although their memory is given back."""
+    """Return the bytes of released regions, which PyTorch counts as reserved."""
     total = 0
     for pool in VmmPool.started:
         size = ctypes.c_size_t()
@@ -187,10 +189,13 @@ def released_bytes() -> int:
 
 
 class Region:
-    """Memory that moves together. Inside `with region:` this thread's new CUDA tensors and storages lie in it."""
+    """Memory that is released and restored together.
+
+    Inside `with region:` new CUDA tensors and storages of this thread are allocated in the region.
+    """
 
     def __init__(self, pool: VmmPool, tag: str, policy: Policy) -> None:
-        """Take part in a pool; see VmmPool.region."""
+        """Register a region with a pool; see VmmPool.region."""
         self.tag = tag
         self._pool = pool
         self._library = pool._library
@@ -209,7 +214,7 @@ class Region:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._stack.close()
-        if isinstance(error, torch.OutOfMemoryError):  # PyTorch's message knows the region's own memory only
+        if isinstance(error, torch.OutOfMemoryError):  # PyTorch's message counts the memory of this region only
             raise self._pool._failure() from error
 
     @contextmanager
@@ -221,10 +226,10 @@ class Region:
             self._library.vmm_leave()
 
     def allocate(self, num_bytes: int) -> int:
-        """Return the address of new memory, as PyTorch gets it inside `with region:`; it is never freed.
+        """Return the address of new memory of the region, which is never freed.
 
         Raises:
-            VmmError: no room, or the region is released.
+            VmmError: too little free memory, or the region is released.
         """
         with self._entered():
             address = self._library.vmm_malloc(ctypes.c_size_t(num_bytes), self._pool.device.index or 0, None)
@@ -233,34 +238,34 @@ class Region:
         return int(address)
 
     def release(self) -> int:
-        """Give the physical memory back once all queued work is done; return the bytes copied to the host.
+        """Release the physical memory after all queued work; return the bytes copied to the host.
 
         Raises:
-            VmmError: it is released, or the host has no memory to pin, and nothing has moved.
+            VmmError: the region is released, or host memory cannot be pinned; nothing has moved.
         """
         return self._pool._move(self.tag, "")[0]
 
     def restore(self) -> int:
-        """Take physical memory at the same addresses; return the bytes copied back, complete when it returns.
+        """Map physical memory at the same addresses; return the bytes copied back, after the copy is complete.
 
         Raises:
-            VmmError: it is resident.
-            VmmOutOfMemoryError: no room; it stays released.
+            VmmError: the region is resident.
+            VmmOutOfMemoryError: too little free memory; the region is still released.
         """
         return self._pool._move("", self.tag)[1]
 
     def invalidate(self) -> None:
-        """Say that the contents of a copy_once region changed: its next release copies again."""
+        """Make the next release of a copy_once region copy again, after a change of its contents."""
         self._pool._check(self._library.vmm_invalidate(self.tag.encode()))
 
     @property
     def is_resident(self) -> bool:
-        """Whether it has physical memory."""
+        """Whether the region has physical memory."""
         return bool(self._state()[0])
 
     @property
     def num_bytes(self) -> int:
-        """Physical memory that it has or would have."""
+        """Bytes of physical memory of the region when it is resident."""
         return self._state()[1]
 
     def _state(self) -> tuple[int, int]:
@@ -269,10 +274,13 @@ class Region:
         return resident.value, size.value
 
     def host(self, tensor: Tensor) -> Tensor:
-        """Return the pinned host copy of a tensor of this region, sharing memory with what a restore brings back.
+        """Return a view of a tensor's pinned host copy; a restore copies changes of it to the device.
+
+        Args:
+            tensor: tensor of this region.
 
         Raises:
-            VmmError: it was never released with a copy.
+            VmmError: the region has no host copy.
         """
         if tensor.numel() == 0:
             return torch.empty_like(tensor, device="cpu")

@@ -1,4 +1,4 @@
-"""`colocated.py plan`: a real command on a 7B folder that holds nothing but its config."""
+"""`colocated.py plan`: the real command, on a folder that holds only the config.json of a 7B model."""
 
 import re
 
@@ -26,7 +26,7 @@ def settings(tmp_path_factory, qwen_7b):
     return str(root / "grpo.yaml")
 
 
-def test_a_plan_that_does_not_fit_suggests_one_that_does(run_forked, settings):
+def test_the_suggestion_of_a_plan_that_does_not_fit_does_fit(run_forked, settings):
     command = ["launch/colocated.py", "plan", "--config", settings, "--gpus", "8", "--gpu-memory", "80GB"]
     ended = run_forked(*command)
     assert ended.code == 1, ended.output
@@ -40,13 +40,13 @@ def test_a_plan_that_does_not_fit_suggests_one_that_does(run_forked, settings):
         assert line in again.output
 
 
-def test_a_plan_with_room_names_the_micro_batches_that_would_be_faster(run_forked, settings):
+def test_a_plan_with_room_names_larger_micro_batches_that_are_faster(run_forked, settings):
     command = ["launch/colocated.py", "plan", "--config", settings, "--gpus", "8", "--gpu-memory", "80GB"]
     command += ["--models.gradient_checkpointing", "true", "--update.micro_batch_tokens"]
     found = re.compile(r"fit too, and take ([\d.]+) s a step instead of ([\d.]+): --update.micro_batch_tokens (\d+)")
-    told = run_forked(*command, "2048")
-    assert told.code == 0, told.output
-    less, more, tokens = found.search(told.output).groups()
+    first = run_forked(*command, "2048")
+    assert first.code == 0, first.output
+    less, more, tokens = found.search(first.output).groups()
     again = run_forked(*command, tokens)
     assert again.code == 0, again.output
     step = float(re.search(r"^\W*step\W+([\d.]+)", again.output, re.MULTILINE)[1])
@@ -64,7 +64,7 @@ def test_a_plan_with_room_names_the_micro_batches_that_would_be_faster(run_forke
         (["--models.actor", "/nowhere"], "error: models.actor = /nowhere: no Hugging Face model there"),
     ],
 )
-def test_what_cannot_be_planned_is_one_sentence(run_forked, settings, arguments, message):
+def test_arguments_that_cannot_be_planned_are_reported_in_one_sentence(run_forked, settings, arguments, message):
     ended = run_forked("launch/colocated.py", "plan", "--config", settings, *arguments)
     assert ended.code == 2, ended.output
     assert message in ended.output and "Traceback" not in ended.output
@@ -74,11 +74,11 @@ def test_what_cannot_be_planned_is_one_sentence(run_forked, settings, arguments,
     "text, num_bytes",
     [("80GiB", 80 << 30), ("40GB", 40 * 10**9), ("1.5 kib", 1536), ("85899345920", 80 << 30), ("2TB", 2 * 10**12)],
 )
-def test_sizes(text, num_bytes):
+def test_sizes_with_units(text, num_bytes):
     assert parse_bytes(text, field="--gpu-memory") == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "80 G", "1e9", "8GiB8"])
-def test_what_is_no_size(text):
+def test_text_that_is_not_a_size_is_refused(text):
     with pytest.raises(ConfigError, match=r"--gpu-memory = .*: must be a size such as 80GiB"):
         parse_bytes(text, field="--gpu-memory")
