@@ -1,5 +1,7 @@
-"""What the launchers share: the parser of settings, the demo's settings as the base, and how an error ends a run."""
+"""Code of both launchers: the parser of settings, the checks before a run, and the exit on an error."""
 
+import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +15,9 @@ from hybrid_rl.validate import validate
 from launch.renamed import RENAMED, accept_former_names
 
 DEMO = Path(__file__).parent / "configs" / "demo.yaml"
+
+# While it is imported, vLLM logs before it reads VLLM_LOGGING_LEVEL. Its engine's process imports the launcher first.
+logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR").upper())
 
 
 class SettingsParser(ArgumentParser):

@@ -16,8 +16,11 @@ _DEFAULTS = {
     "DO_NOT_TRACK": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
-# With it, the first generation waits for a C++ compiler, which speeds up nothing but one counting function.
-_CPU_DEFAULTS = {"TORCH_COMPILE_DISABLE": "1"}
+# With torch.compile, the first generation waits for a C++ compiler, which speeds up one counting function only.
+_CPU_DEFAULTS = {
+    "TORCH_COMPILE_DISABLE": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # vLLM warns that it binds memory to the NUMA node of its cores
+}
 
 
 def group_environment(gpus: Sequence[str], *, has_cuda: bool) -> dict[str, str]:
