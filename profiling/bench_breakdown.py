@@ -1,4 +1,4 @@
-"""Where the time of a step goes, kernel by kernel: `python profiling/bench_kernels.py --breakdown`."""
+"""Prints the time of a step by kernel: `python profiling/bench_kernels.py --breakdown`."""
 
 from collections.abc import Callable, Mapping
 
@@ -9,7 +9,7 @@ REPEATS = 5
 
 
 def breakdown(shape: str, steps: Mapping[str, Callable[[], object]], G: float) -> None:
-    """Print each kernel's launches and time per step, in milliseconds and in times of G, from the slowest on."""
+    """Print each kernel's launches and time per step, in milliseconds and in times of G, slowest first."""
     for name, step in steps.items():
         step()
         torch.cuda.synchronize()

@@ -1,14 +1,14 @@
-"""Time one iteration of a whole run on one GPU: what swapping and handing over cost of it, and plan against device.
+"""Time the steps of a whole run on one GPU: phases, moves between them, and device memory against the plan.
 
 python profiling/bench_iteration.py                               # PPO, 1.5B, four models, 512 x (256 + 512) tokens
 python profiling/bench_iteration.py --steps 20 --responses 64 --response-tokens 32 --name cycles   # many short cycles
 python profiling/bench_iteration.py --shape 7b --estimator grpo --kl 0 --sync alias --gradient-checkpointing \
-    --update.actor.kind cpu_adam                                   # options of colocated.py are handed on
+    --update.actor.kind cpu_adam                                   # other options go to colocated.py
 python profiling/bench_iteration.py --shape tiny --responses 8 --prompt-tokens 8 --response-tokens 8
 
-The run is launch/colocated.py itself; its metrics.jsonl and timeline.json are read. A transition is all that a phase
-does before its body: release, restore, looks at the device. The SYNC phase counts as a whole. Step 1 has the first
-releases, and compilation; the others are steady.
+The script runs launch/colocated.py and reads its metrics.jsonl and timeline.json. A transition is what a phase does
+before its body: it releases and restores tenants and measures memory. The SYNC phase counts as a whole. Step 1 includes
+the first releases and compilation; later steps are steady.
 """
 
 import argparse
@@ -31,17 +31,17 @@ from colocated_run import (
 
 GIB, MIB = 1 << 30, 1 << 20
 FLAT_FROM = 3
-"""Step from which on memory is to be flat: the first two still allocate what later ones keep."""
+"""First step whose memory must be flat; the first two steps allocate what later steps keep."""
 
 
 def transitions_s(left: RunResult, step: int) -> float:
-    """Return the seconds of a step in which memory moves or weights are handed over."""
+    """Return the seconds of a step that transitions and weight sync take."""
     moves = [e["dur"] for e in left.spans("transition", step) if e["args"]["phase"] != "sync"]
     return (sum(moves) + sum(e["dur"] for e in left.spans("sync", step))) / 1e6
 
 
 def time_rows(left: RunResult) -> list[dict[str, Any]]:
-    """Return a row for each step: its seconds by phase, and the share of all transitions."""
+    """Return a row for each step: its seconds by phase, and the percentage of all transitions."""
     rows = []
     for row in left.rows:
         moving = transitions_s(left, int(row["step"]))
@@ -71,7 +71,7 @@ def move_rows(left: RunResult) -> list[dict[str, Any]]:
 
 
 def memory_rows(left: RunResult) -> list[dict[str, Any]]:
-    """Return a row for each phase: planned and measured peak, and how much its memory at entry moves between steps."""
+    """Return a row for each phase: planned and measured peak, and how much its memory at entry varies between steps."""
     rows, last, steady = [], left.rows[-1], [row for row in left.rows if row["step"] >= FLAT_FROM]
     for phase in PHASES:
         if f"memory/{phase}_peak_bytes" not in last:

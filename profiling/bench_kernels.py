@@ -1,6 +1,6 @@
-"""Time the kernels against everything else that does their work, interleaved in one process; CSV and plot.
+"""Time the kernels against other implementations, interleaved in one process; writes a CSV and a plot.
 
-python profiling/bench_kernels.py                    # the table of the README, on a GPU
+python profiling/bench_kernels.py                    # the table of docs/benchmarks.md, on a GPU
 python profiling/bench_kernels.py --sweep            # tiles and chunks: the constants of the kernels
 python profiling/bench_kernels.py --breakdown        # which kernels the time of a step goes to
 python profiling/bench_kernels.py --device cpu --tiny  # a dry run in Triton's interpreter
@@ -51,22 +51,22 @@ class Row:
     provider: str
     ms: float
     ratio: float = float("nan")
-    """ms over G; for gae, bandwidth over that of a copy."""
+    """ms / G; for gae, bandwidth / bandwidth of a copy."""
     workspace_mib: float = float("nan")
     """Peak memory beyond inputs and results."""
     max_error: float = float("nan")
-    """Of log-probs, or advantages, against float64 on the same inputs."""
+    """Error of log-probs or advantages against float64 on the same inputs."""
     mean_error: float = float("nan")
 
 
 @dataclass(kw_only=True)
 class Clock:
-    """Runs functions in turns and measures each; on a GPU by events, behind work that hides the launches."""
+    """Runs functions in turns and times each; on a GPU with events, after work that hides the launches."""
 
     device: str
     repeats: int
     missing: list[str] = field(default_factory=list)
-    """What could not run, and why."""
+    """Names of functions that failed, with the reason."""
 
     def medians(self, functions: dict[str, Run], *, cold: bool = False) -> dict[str, float]:
         """Return milliseconds per name; `cold` empties L2 before each run."""
@@ -105,7 +105,7 @@ class Clock:
         return start.elapsed_time(end)
 
     def workspace(self, function: Run, result_bytes: int) -> float:
-        """Return the MiB that a run holds at its peak beyond what it started with and its results."""
+        """Return the peak memory of a run in MiB, without its inputs and results."""
         if self.device == "cpu":
             return float("nan")
         torch.cuda.synchronize()
@@ -118,7 +118,7 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A head and tokens sampled from it, as in training."""
+    """Inputs of one shape: hidden states, a head, and tokens sampled from it, as in training."""
 
     hidden: Tensor
     weight: Tensor
@@ -174,7 +174,7 @@ def _chunk_forward(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Ten
 
 
 def compiled_chunks(p: Problem) -> Tensor:
-    """1024 rows at a time under torch.compile; backward computes them again."""
+    """1024 rows at a time under torch.compile; the backward pass recomputes them."""
     function = torch.compile(_chunk_forward)
     parts = [
         torch.utils.checkpoint.checkpoint(function, h, p.weight, t, use_reentrant=False)[0]
@@ -191,14 +191,14 @@ def cut_cross_entropy(p: Problem, **options: object) -> Tensor:
 
 
 def liger(p: Problem) -> Tensor:
-    """Liger's fused linear cross-entropy, which has the gradients of a mean only; it makes them in forward."""
+    """Liger's fused linear cross-entropy; it has gradients of a mean only, and computes them in forward."""
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
     return -LigerFusedLinearCrossEntropyFunction.apply(p.hidden, p.weight, p.targets)[0]
 
 
 def providers(p: Problem, device: str) -> dict[str, Callable[[], Tensor]]:
-    """Return what gives log-probs of a problem, by name; only what is installed."""
+    """Return name -> function that computes the log-probs of a problem; only installed packages."""
 
     def ours(path: logit_passes.Path) -> Callable[[], Tensor]:
         return lambda: logprobs.fused_logprobs(p.hidden, p.weight, p.targets, path=path)[0]
@@ -218,7 +218,7 @@ def providers(p: Problem, device: str) -> dict[str, Callable[[], Tensor]]:
 
 
 def one_pass(p: Problem, path: logit_passes.Path) -> Run:
-    """Return a run of the one-pass token loss with its backward."""
+    """Return a function that runs the one-pass token loss and its backward pass."""
     transform = reference.LogitTransform(temperature=1.0, logit_scale=1.0, softcap=None)
 
     def run() -> None:
@@ -229,7 +229,7 @@ def one_pass(p: Problem, path: logit_passes.Path) -> Run:
 
 
 def own_steps(p: Problem) -> dict[str, Run]:
-    """Return our own forward with backward on the path of its shape, and the one-pass loss, by name."""
+    """Return name -> function: our forward and backward on the path of this shape, and the one-pass loss."""
     path = logit_passes.choose_path(p.hidden, p.weight)
 
     def both() -> object:
@@ -282,7 +282,7 @@ def logprob_rows(shape: tuple[int, int, int], clock: Clock, only: str) -> Iterat
 
 
 def gae_rows(shape: tuple[int, int], clock: Clock, only: str) -> Iterator[Row]:
-    """Yield the rows of one [B, T]; the ratio is the share of a copy's bandwidth."""
+    """Yield the rows of one [B, T]; the ratio is the fraction of a copy's bandwidth."""
     B, T = shape
     generator = torch.Generator(clock.device).manual_seed(0)
     rewards, values = torch.randn(2, B, T, generator=generator, device=clock.device)

@@ -1,10 +1,10 @@
-"""What ranks reach between each other: bytes per GPU and direction, for the simulator's rates in and between nodes.
+"""Measure collectives between ranks, in bytes per second, GPU and direction: the simulator's rates of links.
 
 python -m torch.distributed.run --standalone --nproc-per-node 2 profiling/bench_links.py
 ... --megabytes 1 --repeats 3    # a dry run on a CPU
 
-100 MB are what DeepSpeed reduces at once: 50 million bfloat16. A ring of W ranks sends (W - 1) / W of the bytes over
-each link for a gather, twice that for a reduction that leaves the sum everywhere.
+DeepSpeed reduces 50 million bfloat16 elements, 100 MB, at once. A ring of W ranks sends (W - 1) / W of the bytes over
+each link for a gather, and twice that for an all-reduce.
 """
 
 import argparse
@@ -24,13 +24,13 @@ HERE = Path(__file__).resolve().parent
 
 
 def slowest_ms(world: World, collective: Callable[[], object]) -> float:
-    """Return how long a collective takes on the slowest rank."""
+    """Return the seconds of a collective on the slowest rank."""
     world.barrier()
     return max(world.all_gather(milliseconds(collective)))
 
 
 def collectives(world: World, num_bytes: int) -> Iterator[tuple[str, float, Callable[[], object]]]:
-    """Yield name, bytes over each link, and what to time."""
+    """Yield name, bytes over each link, and the function to time."""
     whole = torch.ones(num_bytes // 4 // world.size * world.size, device=world.device)
     part = torch.empty(len(whole) // world.size, device=world.device)
     sent = whole.nbytes * (world.size - 1) / world.size
@@ -42,7 +42,7 @@ def collectives(world: World, num_bytes: int) -> Iterator[tuple[str, float, Call
 
 
 def main() -> None:
-    """Time each collective, and print and write a table on the first rank."""
+    """Time each collective; rank 0 prints and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[100, 200, 3000])
     parser.add_argument("--repeats", type=int, default=21)

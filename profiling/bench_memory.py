@@ -1,11 +1,11 @@
-"""Time what leaves the GPU and returns, all ways in one process; a table and results/memory.csv.
+"""Time releases and restores of GPU memory, all mechanisms in one process; prints a table, writes memory.csv.
 
-python profiling/bench_memory.py                      # 1.5 billion parameters: 12 bytes each as states
+python profiling/bench_memory.py                      # 1.5 billion parameters, 12 bytes of states each
 python profiling/bench_memory.py --size 500000000     # another number
 python profiling/bench_memory.py --chunks 32 128 512  # MiB that the pool maps, unmaps and copies at a time
 python profiling/bench_memory.py --tiny               # a dry run of a second, on a GPU too
 
-Where nothing of ours is installed: cmake -S . -B build && cmake --build build, and PYTHONPATH=.:kernels. Bandwidths are
+Without an installation: cmake -S . -B build && cmake --build build, and PYTHONPATH=.:kernels. Bandwidths are
 compared with those of one large copy to and from pinned memory in the same run.
 """
 
@@ -42,10 +42,10 @@ class Row:
     provider: str
     gib: float
     ms: float
-    """Median; of a first time, the one that there is."""
+    """Median; a first release has one value."""
     ratio: float = float("nan")
     of: str = ""
-    """What ratio compares with: the bandwidth of a pinned copy, or the time of another row over this one's."""
+    """What `ratio` compares with: the bandwidth of a pinned copy, or the time of another row."""
 
     @property
     def gb_per_s(self) -> float:
@@ -54,7 +54,7 @@ class Row:
 
 
 def milliseconds(function: Callable[[], object]) -> float:
-    """Return how long a function takes, the work of a GPU included."""
+    """Return the milliseconds of a function, including its work on the GPU."""
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     synchronize()
     start = time.perf_counter()
@@ -97,20 +97,20 @@ def pinned(num_bytes: int, repeats: int) -> list[Row]:
 
 @dataclass(frozen=True, kw_only=True)
 class Bus:
-    """Bandwidths of this run that the others are compared with, in GB/s."""
+    """Bandwidths of pinned copies in this run, in GB/s; other rows are compared with them."""
 
     out: float
     back: float
 
     def row(self, what: str, num_bytes: int, ms: float, *, is_out: bool, provider: str = "VmmPool") -> Row:
-        """Return a row whose ratio is the share of the pinned bandwidth in its direction."""
+        """Return a row whose ratio is the fraction of the pinned bandwidth in its direction."""
         row = Row(what=what, provider=provider, gib=num_bytes / GIB, ms=ms)
         share = row.gb_per_s / (self.out if is_out else self.back)
         return Row(**vars(row) | {"ratio": share, "of": "pinned bandwidth"})
 
 
 def filled(pool: VmmPool, name: str, num_bytes: int, policy: str) -> tuple[Region, Tensor]:
-    """Return a region with one tensor that fills it."""
+    """Return a region of the pool and the tensor that fills it."""
     region = pool.region(name, policy=policy)  # type: ignore[arg-type]
     with region:
         tensor = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
@@ -140,7 +140,7 @@ def copies(pool: VmmPool, num_bytes: int, bus: Bus, repeats: int) -> Iterator[Ro
 
 
 def reserved(pool: VmmPool, region: Region, unreserved_ms: float) -> Iterator[Row]:
-    """Yield a first release whose memory on the host a thread has pinned, as in a run while the engine starts."""
+    """Yield a first release into host memory that a thread has pinned, as a run does while the engine starts."""
     pool.reserve_host(region.num_bytes)
     while not pool.reserve.pinning_s:
         time.sleep(0.01)
@@ -161,7 +161,7 @@ def give_back(*regions: Region) -> None:
 
 
 def drops(pool: VmmPool, num_bytes: int, repeats: int) -> Iterator[Row]:
-    """Yield what it takes to give memory back and take it again without its contents."""
+    """Yield the time to give memory back and to take it again without contents."""
     region, tensor = filled(pool, "gradients", num_bytes, "drop")
     out, back = in_turns(region.release, region.restore, repeats)
     for what, ms in (("drop release", out), ("drop restore", back), ("drop release + restore", out + back)):
@@ -171,7 +171,7 @@ def drops(pool: VmmPool, num_bytes: int, repeats: int) -> Iterator[Row]:
 
 
 class Layers(nn.Module):
-    """Square bfloat16 matrices with as many elements as asked for, about."""
+    """Square bfloat16 matrices with about the given number of elements."""
 
     def __init__(self, num_elements: int, width: int) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ def offloads(num_elements: int, width: int, bus: Bus, repeats: int) -> Iterator[
 
 
 def left_over(parts: dict[str, Tenant]) -> Iterator[Row]:
-    """Yield what stays on the device when a trainer's states and weights are away, beyond its CUDA context."""
+    """Yield the device memory that remains when a trainer's states and weights are released."""
     for tenant in parts.values():
         tenant.release()
     gc.collect()
@@ -233,7 +233,7 @@ def left_over(parts: dict[str, Tenant]) -> Iterator[Row]:
 
 
 def chunks(sizes: list[int], num_bytes: int) -> None:
-    """Run this script once for each chunk size, since a process has one pool."""
+    """Run this script once for each chunk size, because a process has one pool."""
     for size in sizes:
         print(f"chunks of {size} MiB")
         arguments = ["--chunk", str(size), "--size", str(num_bytes // 12)]

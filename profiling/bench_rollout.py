@@ -5,7 +5,7 @@ python profiling/bench_rollout.py --kinds whole "two processes"        # schedul
 python profiling/bench_rollout.py --kinds whole --responses 128 --trace       # which kernels a decode step goes to
 python profiling/bench_rollout.py --shape tiny --responses 16 --prompt-tokens 8 --response-tokens 16      # dry run, CPU
 
-Random weights end no response early. The first generation of each kind warms up and is left out.
+Random weights end no response early. The first generation of each kind is a warm-up and not counted.
 """
 
 import argparse

@@ -5,14 +5,14 @@ python profiling/bench_scaling.py --zero-stage 3 --sync copy --name scaling_zero
 python profiling/bench_scaling.py --gpus 2 4 --tensor-parallel 2 --sync copy --name scaling_tp2
 python profiling/bench_scaling.py --shape tiny --gpus 1 2 --responses 16 --prompt-tokens 8 --response-tokens 8  # CPU
 
-A card of 140 GiB takes the micro-batches; --micro-batch-tokens 8192 fits 80 GiB, but then 128 sequences of an optimizer
-step are 13 micro-batches on one GPU and 4 on each of four, which alone is 81 %. With --enforce-eager a decode step
-takes as long for few sequences as for many, which no number of GPUs shortens.
+The default micro-batches need a card of 140 GiB. --micro-batch-tokens 8192 fits 80 GiB, but then the 128 sequences of
+an optimizer step are 13 micro-batches on one GPU and 4 on each of four, which bounds the efficiency at 81 %. With
+--enforce-eager a decode step takes as long for few sequences as for many, so more GPUs do not shorten it.
 
-launch/colocated.py is run as a user does, and what it leaves is read. Step 1 compiles and pins and is left out. Every
-response is sampled with its own seed, whatever the number of GPUs; where rounding flips a token, the rest of that
-response and its reward are others. So the greatest difference of the rewards is also told in standard errors of a
-step's mean, beside the share of responses that are the same in both runs.
+The script runs launch/colocated.py and reads the run's files. Step 1 compiles and pins memory, and is not counted.
+Every response is sampled with its own seed, on any number of GPUs. Where rounding flips a token, the rest of that
+response and its reward differ. The largest difference of the rewards is therefore also given in standard errors of a
+step's mean, together with the fraction of responses that are the same in both runs.
 """
 
 import argparse
@@ -41,12 +41,12 @@ from colocated_run import (
 )
 
 LEAST_S = 1e-3
-"""A phase that takes less did nothing, as the critic's where there is none."""
+"""Seconds below which a phase did nothing, such as the critic's in a run without a critic."""
 CURVES = ("reward", "actor/loss", "actor/entropy", "actor/grad_norm", "rollout/logprob_gap")
 
 
 def settings(arguments: argparse.Namespace, paths: Mapping[str, str], num_gpus: int) -> dict[str, Any]:
-    """Return the run's settings; an engine spans as many GPUs as asked for and there are."""
+    """Return the run's settings; an engine spans the requested number of GPUs, at most those of the run."""
     found = base_settings(arguments, paths)
     found["rollout"]["tensor_parallel_size"] = min(num_gpus, arguments.tensor_parallel)
     kl = {"kl_coef": arguments.kl, "kl_in": "loss", "kl_estimator": "k3"}
@@ -63,7 +63,7 @@ def num_tokens(rows: Sequence[Mapping[str, float]], responses: int, prompt_token
 def speed_rows(runs: Mapping[int, RunResult], *, responses: int, prompt_tokens: int) -> list[dict[str, Any]]:
     """Return a row for each number of GPUs and phase: seconds, tokens/s per GPU, efficiency against the fewest GPUs.
 
-    The batch is the same, so efficiency is the time on the fewest, times their number, over time times number.
+    The batch is the same, so efficiency is time x GPUs of the run with the fewest GPUs, divided by time x GPUs.
     """
     found = []
     fewest, base = min(runs), runs[min(runs)].rows[1:]
@@ -89,13 +89,13 @@ def standard_error(left: RunResult, step: int) -> float:
 
 
 def same_responses(one: RunResult, other: RunResult, step: int) -> float:
-    """Return the share of a step's responses that two runs have in common."""
+    """Return the fraction of a step's responses that are the same in two runs."""
     pairs = [[(row["prompt_id"], row["response"]) for row in left.rollouts(step)] for left in (one, other)]
     return len(set(pairs[0]) & set(pairs[1])) / len(set(pairs[0]))
 
 
 def curve_rows(runs: Mapping[int, RunResult]) -> list[dict[str, Any]]:
-    """Return a row for each number of GPUs but the fewest: the greatest differences of its curves from theirs."""
+    """Return a row for each number of GPUs except the fewest: the largest differences from the curves of the fewest."""
     fewest = min(runs)
     base, found = runs[fewest], []
     for num_gpus, left in runs.items():
@@ -147,7 +147,7 @@ def report(runs: Mapping[int, RunResult], arguments: argparse.Namespace) -> None
 
 
 def is_finished(folder: Path, arguments: argparse.Namespace, num_gpus: int) -> bool:
-    """Return whether a run with these settings, wherever its files were, took all its steps here."""
+    """Return whether this folder has a complete run with these settings."""
     metrics, left = folder / "metrics.jsonl", folder.with_suffix(".yaml")
     if not (metrics.exists() and left.exists()):
         return False
@@ -159,7 +159,7 @@ def is_finished(folder: Path, arguments: argparse.Namespace, num_gpus: int) -> b
 
 
 def main() -> None:
-    """Run on each number of GPUs, those that fail left out and told, and report."""
+    """Run on each number of GPUs and report; a run that fails is named and not counted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, responses=512, prompt_tokens=256, response_tokens=512)
     parser.set_defaults(micro_batch_tokens=24576)  # 32 sequences: what each of four GPUs has of a mini-batch

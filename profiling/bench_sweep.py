@@ -1,8 +1,8 @@
 """Search the constants of the kernels on one card: `python profiling/bench_kernels.py --sweep`.
 
-Prints, for each shape and pass, the candidates from the fastest on, in times of one cuBLAS product; what a card cannot
-run (shared memory, registers) is left out. The winners go by hand into logit_passes, logprobs, token_loss and
-gae_kernels: nothing searches while training.
+Prints the candidates for each shape and pass, fastest first, in times of one cuBLAS product. Candidates that need more
+shared memory or registers than the card has are skipped. Copy the winners by hand into logit_passes, logprobs,
+token_loss and gae_kernels; training searches nothing.
 """
 
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def _show(title: str, times: dict[str, float], unit: float) -> None:
 
 
 def _work(p: Any, mode: int) -> tuple[Work, float]:
-    """Return one pass of a mode, and which share of the whole product it is."""
+    """Return one pass of a mode, and its fraction of the whole product."""
     hidden, weight, targets = p.hidden.detach(), p.weight.detach(), p.targets
     T, V = len(hidden), len(weight)
     if mode == logprob_kernels.GRADIENT:

@@ -1,11 +1,11 @@
-"""Time what the trainer computes on one GPU, without an engine: log-probs and updates, by micro-batch size.
+"""Time the trainer without an engine on one GPU: log-probs and updates, by micro-batch size.
 
 python profiling/bench_update.py                                    # 1.5B, 64 x (256 + 512) tokens, ZeRO-2
-python profiling/bench_update.py --tokens 8192 --trace               # which kernels a step goes to, and what waits
+python profiling/bench_update.py --tokens 8192 --trace               # time by kernel, and gaps between kernels
 python profiling/bench_update.py --shape tiny --sequences 8 --prompt-tokens 8 --response-tokens 8    # CPU, a dry run
 
-Operations are counted as the simulator counts them, an update as three forwards. `allocated` and `reserved` are the
-peaks of PyTorch's allocator: their difference is what it holds as fragments.
+Operations are counted as in the simulator, an update as three forwards. `allocated` and `reserved` are the peaks of
+PyTorch's allocator; their difference is fragmentation.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def make_batch(num: int, prompt_tokens: int, response_tokens: int, vocab_size: i
 
 
 def peaks(device: torch.device) -> dict[str, float]:
-    """Return the allocator's peaks since the last call, and forget them and what it caches."""
+    """Return the allocator's peaks since the last call, then reset them and empty its cache."""
     if device.type == "cpu":
         return {}
     found = {"allocated_gib": torch.cuda.max_memory_allocated(), "reserved_gib": torch.cuda.max_memory_reserved()}
@@ -66,7 +66,7 @@ def peaks(device: torch.device) -> dict[str, float]:
 
 
 def trace(run: Callable[[], object], device: torch.device) -> None:
-    """Print the kernels that a function's time goes to, and for how much of it the GPU works."""
+    """Print a function's time by kernel, and the time in which the GPU works."""
     is_cuda = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as profiler:
         wall = milliseconds(run) / 1e3
@@ -77,7 +77,7 @@ def trace(run: Callable[[], object], device: torch.device) -> None:
 
 
 def measure(arguments: argparse.Namespace, path: str, world: World) -> Iterator[dict[str, Any]]:
-    """Yield a row for each micro-batch size and kind of work: the second run of each, in which nothing compiles."""
+    """Yield a row for each micro-batch size and kind of work: its second run, because the first one compiles."""
     models = ModelsConfig(actor=path, attention=arguments.attention, fused_layers=arguments.fused_layers)
     shape = read_shape(path, field="models.actor", is_policy=True)
     actor = load_actor(path, models, world.device, field="models.actor")

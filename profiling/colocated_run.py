@@ -1,4 +1,4 @@
-"""Runs launch/colocated.py as a user does and reads what it leaves behind: for the benchmarks of whole runs."""
+"""Runs launch/colocated.py for the benchmarks of whole runs, and reads the files of a run."""
 
 import argparse
 import contextlib
@@ -25,12 +25,12 @@ TAIL_CHARACTERS = 3000
 
 
 class RunFailedError(RuntimeError):
-    """A run did not end well; the message has the end of its output."""
+    """A run failed; the message has the end of its output."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """A time in which a phase was open; microseconds of the timeline's axis."""
+    """Interval in which a phase was open, in microseconds of the timeline."""
 
     phase: str
     step: int
@@ -38,13 +38,13 @@ class Window:
     end: float
 
     def holds(self, event: Mapping[str, Any]) -> bool:
-        """Whether an event begins inside."""
+        """Return whether an event begins in the interval."""
         return self.start <= event["ts"] <= self.end
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run left in its folder; of several ranks, the first one's timeline."""
+    """The files of a run; the timeline is of rank 0."""
 
     folder: Path
 
@@ -103,10 +103,10 @@ def median(rows: Sequence[Mapping[str, float]], name: str) -> float:
 def run_colocated(
     settings: Mapping[str, Any], folder: Path, *, num_ranks: int, more: Sequence[str] = (), timeout_s: float
 ) -> RunResult:
-    """Run the command with settings on the first GPUs of this node, or that many ranks on a CPU.
+    """Run the command with some settings, on the first GPUs of this node or with that many ranks on a CPU.
 
     Args:
-        folder: the run's; the settings and the output are left beside it.
+        folder: folder of the run; the settings and the output are written next to it.
         more: further arguments of the command.
     Raises:
         RunFailedError: it ended with an error, or took longer than timeout_s.
@@ -154,7 +154,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def make_model(shape: str, folder: Path, *, prompt_tokens: int, has_reward: bool = False) -> dict[str, str]:
-    """Return the paths of a random model of a shape, written in a process of its own, which leaves the GPU empty."""
+    """Return the paths of a random model of a shape; another process writes it, so that the GPU stays empty."""
     where = folder / f"random_{shape}"
     command = [sys.executable, str(HERE / "random_model.py"), str(where), "--shape", shape]
     command += ["--prompt-tokens", str(prompt_tokens)] + ["--reward-model"] * has_reward
@@ -166,7 +166,7 @@ def make_model(shape: str, folder: Path, *, prompt_tokens: int, has_reward: bool
 
 
 def base_settings(arguments: argparse.Namespace, paths: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings that every benchmark run shares."""
+    """Return the settings that all benchmark runs have in common."""
     return {
         "run": {"num_steps": arguments.steps, "eval_every_steps": 0, "resume": "never"},
         "models": {"actor": paths["actor"], "gradient_checkpointing": arguments.gradient_checkpointing},
@@ -192,7 +192,7 @@ def base_settings(arguments: argparse.Namespace, paths: Mapping[str, str]) -> di
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, responses: int, prompt_tokens: int, response_tokens: int) -> None:
-    """Add the options that every benchmark run has; what argparse does not know goes to colocated.py as it is."""
+    """Add the options of all benchmark runs; options that argparse does not know go to colocated.py unchanged."""
     parser.add_argument("--shape", default="1.5b", help="of random weights, see random_model.py")
     parser.add_argument("--model", help="folder of a real model instead; its prompts file is --prompts")
     parser.add_argument("--prompts", help="with --model: a JSONL file with a column `prompt`")
@@ -211,7 +211,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, responses: int, prompt_tok
 
 
 def find_model(parser: argparse.ArgumentParser, arguments: argparse.Namespace, *, has_reward: bool) -> dict[str, str]:
-    """Return the paths that the arguments name, of a real model or of a random one, written where it is missing."""
+    """Return the paths of the model that the arguments name; a random model is written if it is missing."""
     if arguments.responses % arguments.group_size:
         parser.error(f"--responses {arguments.responses}: must be a multiple of --group-size {arguments.group_size}")
     if not arguments.model:
@@ -223,7 +223,7 @@ def find_model(parser: argparse.ArgumentParser, arguments: argparse.Namespace, *
 
 
 def environment_line(environment: Mapping[str, Any], *facts: str) -> str:
-    """Return the first line of a CSV file: card, versions, and what else its numbers were measured with."""
+    """Return the first line of a CSV file: card, versions, and further conditions of the measurement."""
     return "# " + ", ".join([*(f"{name} {value}" for name, value in environment.items()), *facts])
 
 

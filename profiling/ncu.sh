@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Nsight Compute over the kernels of this repository: share of the card's throughput that each reaches.
+# Nsight Compute over the kernels of this repository: fraction of the card's throughput that each reaches.
 #   profiling/ncu.sh [TxHxV] [BxT]        PYTHON=... picks the interpreter, OUT=... the folder of the results:
 # ncu.csv, a row for each kernel and grid, means of its launches; ncu_details.csv, all that Nsight Compute says.
 set -euo pipefail
@@ -60,7 +60,7 @@ out, card = Path(sys.argv[1]), sys.argv[2]
 lines = [line for line in open(out / "ncu_details.csv", encoding="utf-8") if not line.startswith("==")]
 launches = defaultdict(lambda: defaultdict(list))
 for row in csv.DictReader(lines):
-    # Memory Throughput stands twice: as a share of the peak, and in bytes per second.
+    # Memory Throughput appears twice: as a fraction of the peak, and in bytes per second.
     name, scale = WANTED.get(row["Metric Name"]), SCALES.get(row["Metric Unit"])
     if name and scale:
         launches[row["Kernel Name"].split("(")[0], row["Grid Size"]][name].append(

@@ -1,4 +1,4 @@
-"""Keep a run's learning curve: CSV and PNG under profiling/results/, with card and versions.
+"""Write a run's learning curve as CSV and PNG into profiling/results/, with card and versions.
 
 python profiling/plot_run.py runs/smollm2_chain_sum
 """

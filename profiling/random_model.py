@@ -1,4 +1,4 @@
-"""Write what a benchmark trains: random weights in the shape of a Qwen2.5, a tokenizer, a reward model, prompts.
+"""Write the inputs of a benchmark: random weights in the shape of a Qwen2.5, a tokenizer, a reward model, prompts.
 
 python profiling/random_model.py models/random_1.5b --shape 1.5b --prompt-tokens 256 [--reward-model]
 
@@ -46,7 +46,7 @@ def shape_config(shape: str) -> Qwen2Config:
 
 
 def make_tokenizer(num_words: int) -> Qwen2Tokenizer:
-    """Return a tokenizer whose tokens are EOS, the letters, and words that only a decoder writes."""
+    """Return a tokenizer whose tokens are EOS, letters, and words that occur in responses only."""
     vocabulary = {token: i for i, token in enumerate(["<eos>", *ascii_lowercase])}
     vocabulary |= {f"\u0120w{i}": i for i in range(len(vocabulary), num_words)}  # a space in byte-level BPE
     special = dict.fromkeys(("eos_token", "pad_token", "unk_token"), "<eos>")
@@ -54,14 +54,14 @@ def make_tokenizer(num_words: int) -> Qwen2Tokenizer:
 
 
 def write_prompts(path: Path, num_tokens: int) -> None:
-    """Write prompts of exactly so many tokens."""
+    """Write prompts of exactly num_tokens tokens."""
     draw = random.Random(0)
     rows = ("".join(draw.choices(ascii_lowercase, k=num_tokens)) for _ in range(NUM_PROMPTS))
     path.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
 
 
 def write_model(folder: Path, shape: str, prompt_tokens: int, *, has_reward: bool) -> None:
-    """Write `policy`, `reward` if asked for, and `prompts_<tokens>.jsonl`; what is there already is kept."""
+    """Write `policy`, `reward` if has_reward, and `prompts_<tokens>.jsonl`; existing models are kept."""
     config = shape_config(shape)
     folder.mkdir(parents=True, exist_ok=True)
     write_prompts(folder / f"prompts_{prompt_tokens}.jsonl", prompt_tokens)
