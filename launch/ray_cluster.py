@@ -1,8 +1,8 @@
 """Train on a Ray cluster: one worker per GPU, on one node or many.
 
 python launch/ray_cluster.py --address auto --config my.yaml                  every GPU of a running cluster
-python launch/ray_cluster.py --address local --cpu --num_workers 2            two ranks in a cluster of their own, here
-python launch/ray_cluster.py --config my.yaml --max_failures 3                start again after a node died
+python launch/ray_cluster.py --address local --cpu --num_workers 2            two ranks in a new cluster on this node
+python launch/ray_cluster.py --config my.yaml --max_failures 3                restarts after the failure of a node
 
 The checkout, the models, the data and `run.dir` must have the same path on every node.
 """
@@ -27,62 +27,58 @@ from ray.train.torch import TorchConfig, TorchTrainer  # noqa: E402
 from hybrid_rl.config import Config, ConfigError, check  # noqa: E402
 from launch.settings import exit_on_config_error, make_parser, prepare, print_error, read_settings  # noqa: E402
 
-# What of this process's environment the workers get; Ray starts them with that of their node.
-PASSED_ON = ("CUDA_", "DS_", "HF_", "HYBRID_RL_", "NCCL_", "OMP_", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "VLLM_")
+FORWARDED = ("CUDA_", "DS_", "HF_", "HYBRID_RL_", "NCCL_", "OMP_", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "VLLM_")
+"""Prefixes of the environment variables that workers inherit from this process, besides those of their node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What runs where."""
+    """The cluster, and how many workers train on it."""
 
     address: str = "auto"
-    """Of a running cluster: auto finds that of this node, host:port another; local starts one here and ends it."""
+    """Address of a running cluster, host:port or auto for the cluster of this node; local starts one and stops it."""
     num_workers: int | None = None
-    """Ranks; null takes one per GPU of the cluster, or per CPU with `cpu`."""
+    """Number of ranks; null is one per GPU of the cluster, or per CPU with `cpu`."""
     cpu: bool = False
-    """Train on CPUs, one for each worker."""
+    """Train on CPUs, one per worker."""
     max_failures: int = 0
-    """How often the whole group starts again from the last checkpoint after a worker or its node died."""
+    """Number of times that all workers restart from the latest checkpoint after a worker or its node failed."""
     wait_s: float = 300.0
-    """How long to wait until the cluster has what the workers need, at every start."""
+    """Seconds to wait at every start until the cluster has free resources for all workers."""
 
     @property
     def resource(self) -> str:
-        """What a worker takes one of, as Ray calls it."""
+        """Ray's name of the resource of which a worker takes one."""
         return "CPU" if self.cpu else "GPU"
 
 
 class OneGpuEach(TorchConfig):
-    """Ray shows every worker all GPUs that its node's workers have; an engine that it starts must see only its own."""
+    """A torch backend whose workers see their own GPU only, because a worker's engine must not see other GPUs."""
 
     @property
     def backend_cls(self) -> Any:
-        """Return Ray's backend, without that sharing."""
+        """Return Ray's backend without the GPUs of the node's other workers."""
         return type("OneGpuEachBackend", (super().backend_cls,), {"share_cuda_visible_devices": False})
 
 
 def parse(arguments: list[str] | None = None) -> tuple[Config, Cluster]:
-    """Return the settings of the run and of the cluster; without --config, the demo's settings are the base.
-
-    Raises:
-        SystemExit: with code 2 and one sentence, for anything that cannot be read.
-    """
+    """Return the settings of the run and of the cluster; see read_settings."""
     parser = make_parser("ray_cluster.py", __doc__)
-    parser.add_argument("--cpu", action="store_true", help="Train on CPUs, one for each worker.")
+    parser.add_argument("--cpu", action="store_true", help="Train on CPUs, one per worker.")
     parser.add_class_arguments(Cluster, skip={"cpu"})
     config, settings = read_settings(parser, sys.argv[1:] if arguments is None else arguments)
     return config, Cluster(**{field.name: settings[field.name] for field in fields(Cluster)})
 
 
 def work(job: Mapping[str, Any]) -> None:
-    """Train as one rank; Ray has set what describes it and joined the ranks. Runs in a worker."""
-    for stream in (sys.stdout, sys.stderr):  # Ray puts the name before every line that the driver shows
+    """Train as one rank, in a worker; Ray has set torch's environment variables and joined the ranks."""
+    for stream in (sys.stdout, sys.stderr):  # Ray prints this name before every line of the worker
         stream.write(f":actor_name:rank {get_context().get_world_rank()}\n")
         stream.flush()
     folder = Path(job["folder"])
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not there on {socket.gethostname()}: every node must have it")
-    os.chdir(folder)  # paths in the settings are the driver's
+        raise FileNotFoundError(f"{folder} does not exist on {socket.gethostname()}: every node must have it")
+    os.chdir(folder)  # paths in the settings are relative to the driver's folder
     from transformers.utils.logging import disable_progress_bar
 
     from hybrid_rl.trainer import train
@@ -92,10 +88,10 @@ def work(job: Mapping[str, Any]) -> None:
 
 
 def wait_for_resources(cluster: Cluster) -> int:
-    """Return the number of workers once the cluster has room for all of them.
+    """Wait until the cluster has free resources for all workers, and return their number.
 
     Raises:
-        ConfigError: it has not, in time; lists what was asked for and what every node has.
+        ConfigError: it does not within wait_s; the message lists the request and the resources of every node.
     """
     kind, deadline = cluster.resource, time.monotonic() + cluster.wait_s
     while True:
@@ -110,12 +106,12 @@ def wait_for_resources(cluster: Cluster) -> int:
     asked = f"{wanted} workers with one {kind} each" if wanted else f"a worker for every {kind}"
     raise ConfigError(
         f"asked for {asked}; after {cluster.wait_s:.0f} s {free} of them are free ({', '.join(nodes)}): start more "
-        "nodes, end what holds them, or lower --num_workers"
+        "nodes, stop other jobs, or lower --num_workers"
     )
 
 
 def make_trainer(config: Config, cluster: Cluster, num_workers: int) -> TorchTrainer:
-    """Return Ray's trainer: it places the workers, node by node, joins them, and starts them again when one dies."""
+    """Return Ray's trainer, which places the workers node by node, joins them, and restarts them after a failure."""
     return TorchTrainer(
         work,
         train_loop_config={"config": config, "folder": os.getcwd()},
@@ -134,15 +130,20 @@ def make_trainer(config: Config, cluster: Cluster, num_workers: int) -> TorchTra
 
 
 def launch(config: Config, cluster: Cluster) -> None:
-    """Run until all steps are done."""
+    """Run all steps on the cluster.
+
+    Raises:
+        ConfigError: a setting cannot work, or the cluster has too few resources.
+        TrainingFailedError: the run failed more often than max_failures.
+    """
     check(
         not cluster.max_failures or config.run.resume != "never",
-        f"--max_failures {cluster.max_failures}: a group that starts again needs run.resume = auto or must, not never",
+        f"--max_failures {cluster.max_failures}: a restart needs run.resume = auto or must, not never",
     )
-    environment = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+    environment = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
     environment.pop("CUDA_VISIBLE_DEVICES", None)
-    # Ray's own limit is 60 s, for a start after a failure too, when the cluster may wait for another node.
+    # Ray waits 60 s by default, also after a failure, when the cluster may have to wait for another node.
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(cluster.wait_s))
     ray.init(address=cluster.address, runtime_env={"env_vars": environment}, log_to_driver=True)
     try:
@@ -151,8 +152,8 @@ def launch(config: Config, cluster: Cluster) -> None:
         ray.shutdown()
 
 
-def say_why(error: TrainingFailedError) -> int:
-    """Print what ended the run, a setting that cannot work as one sentence; return the exit code."""
+def report_failure(error: TrainingFailedError) -> int:
+    """Print why the run failed, and return the exit code: 2 for a setting that cannot work, else 1."""
     failures = getattr(error, "worker_failures", {})
     for rank, failure in sorted(failures.items()):
         if isinstance(failure, ConfigError):
@@ -165,15 +166,15 @@ def say_why(error: TrainingFailedError) -> int:
 
 
 def main() -> None:
-    """Read the settings, check them, train."""
+    """Read and check the settings, then train."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))  # Ray ends the workers on this one
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))  # on which Ray stops the workers
     config, cluster = parse()
     try:
         with exit_on_config_error():
             launch(prepare(config), cluster)
     except TrainingFailedError as error:
-        sys.exit(say_why(error))
+        sys.exit(report_failure(error))
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def test_a_cluster_that_is_too_small_is_told_in_numbers(make_config, refused, tm
 
 def test_a_group_that_starts_again_must_be_allowed_to_resume(make_config, refused, tmp_path):
     said = refused(make_config(tmp_path, run={"resume": "never"}), "--max_failures", "1")
-    assert said.endswith("a group that starts again needs run.resume = auto or must, not never")
+    assert said.endswith("a restart needs run.resume = auto or must, not never")
 
 
 def test_a_setting_that_cannot_work_ends_with_its_sentence(make_config, refused, tmp_path):
