@@ -35,19 +35,29 @@ settings.register_profile("any_load", deadline=None, suppress_health_check=[Heal
 settings.load_profile("any_load")
 
 
+COPY_ENGINE_FILES = {f"tests/e2e/{name}.py" for name in ("test_alias", "test_recipes_vllm", "test_tensor_parallel")}
+"""Files that share the fixture copy_engine, an engine that takes half a minute to start."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give whole files to a worker of pytest-xdist, and all files that share an engine to the same one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduler(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return "copy_engine" if file in COPY_ENGINE_FILES else file
+
+    return Scheduler(config, log)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the tests and group them for pytest-xdist, each of whose workers runs whole groups.
-
-    A group is a file, whose fixtures start once, or several files that share an engine and say so with `xdist_group`.
-    The e2e files come first, since they take longest.
-    """
+    """Put the e2e files first, since they take longest, and tests marked last_in_file at the end of their file."""
     files = list(dict.fromkeys(item.path for item in items))
     files.sort(key=lambda path: "e2e" not in path.parts)
     items.sort(key=lambda item: (files.index(item.path), bool(item.get_closest_marker("last_in_file"))))
-    for item in items:
-        if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(f"{item.path.parent.name}/{item.path.stem}"))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -24,8 +24,6 @@ from hybrid_rl.steps.logprobs import LogprobGapError, Packing, token_logprobs
 from hybrid_rl.weights.sync import AliasSync, CopySync
 from hybrid_rl.weights.verify import SyncError
 
-pytestmark = pytest.mark.xdist_group("copy_engine")
-
 CPU = torch.device("cpu")
 VICTIM = "model.layers.1.mlp.up_proj.weight"
 SAMPLED = Sampling(temperature=1.0, max_tokens=12, stop_token_ids=(0,))

@@ -18,8 +18,6 @@ from hybrid_rl.monitoring.recorder import Recorder
 from hybrid_rl.validate import validate
 from launch.colocated import parse
 
-pytestmark = pytest.mark.xdist_group("copy_engine")
-
 CONFIGS = Path(__file__).parents[2] / "launch" / "configs"
 RECIPES = sorted(p.stem for p in CONFIGS.glob("*.yaml") if p.stem != "demo" and not p.stem.startswith("smollm2"))
 # An untrained model is never right; this splits the responses of nearly every group.

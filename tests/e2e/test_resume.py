@@ -166,7 +166,6 @@ def test_a_run_killed_anywhere_goes_on_and_generates_nothing_twice(
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("copy_engine")
 def test_a_run_with_vllm_killed_in_an_update_takes_its_rollouts_from_the_log(
     make_config, train_here, run_python, lent_engine, tmp_path, monkeypatch
 ):
