@@ -4,6 +4,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 SMALL = [
     "--rollout.rollout_batch_size=32",
     "--update.mini_batch_size=16",
@@ -21,6 +23,7 @@ def rows_of(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_demo_trains_and_goes_on(run_python, tmp_path):
     command = ["launch/colocated.py", "--run.dir", str(tmp_path), *SMALL]
     ended = run_python(*command, "--run.num_steps=2", timeout_s=400)  # the first time, it builds its models

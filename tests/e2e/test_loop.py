@@ -228,6 +228,7 @@ def test_close_leaves_no_process_and_no_shared_memory(live: Live):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_fresh_engine_on_the_export_generates_the_same(live: Live):
     from hybrid_rl.engines.vllm.environment import engine_environment
 

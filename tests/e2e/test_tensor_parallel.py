@@ -26,6 +26,8 @@ from hybrid_rl.run import Run
 from hybrid_rl.weights.sync import CopySync
 from hybrid_rl.weights.verify import SyncError
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = "TENSOR_PARALLEL_SETTINGS"
 VICTIM = "model.layers.1.mlp.up_proj.weight"
 GREEDY = Sampling(temperature=0.0, max_tokens=4, stop_token_ids=(0,))
