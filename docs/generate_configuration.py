@@ -32,7 +32,7 @@ A run is described by one YAML file with the sections below. Every setting can b
 ```
 
 Settings are checked before anything loads. An error names the setting, its value, the rule and the remedy, and the
-command ends with code 2. This page is generated from `hybrid_rl/config.py` by `docs/generate_configuration.py`.
+command ends with code 2. This page is generated from the dataclasses of `hybrid_rl/config.py`.
 """
 
 

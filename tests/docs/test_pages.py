@@ -14,10 +14,27 @@ PAGES = sorted([*DOCS.glob("*.md"), *ROOT.glob("*.md"), ROOT / "profiling" / "RE
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as the site and common viewers of Markdown make them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_to_files_of_the_repository(page):
-    links = [link.partition("#")[0] for link in LINK.findall(page.read_text()) if "://" not in link]
-    assert [link for link in links if link and not (page.parent / link).exists()] == []
+def test_links_lead_to_files_and_headings_of_the_repository(page):
+    for link in LINK.findall(page.read_text()):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_files_of_the_map_exist():
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("| Question | Answer |")[2].partition("\n\n")[0]
+    paths = re.findall(r"`([\w/]+(?:/|\.py))`", table)
+    assert len(paths) >= 10 and [path for path in paths if not (ROOT / "hybrid_rl" / path).exists()] == []
 
 
 def test_the_site_lists_every_page():
