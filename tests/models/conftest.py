@@ -1,15 +1,13 @@
-"""Small models and the batch that the tests of models share."""
+"""Small models and a batch for the tests of models."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2Config
 
 from hybrid_rl.batch import TrainBatch, make_train_batch
+from hybrid_rl.distributed import World, join_world
 from tests.conftest import make_rollout
 from tests.models.families import CONFIGS, FAMILIES, PADDED, VOCABULARY, save_random
 
@@ -54,3 +52,24 @@ def family(request, tiny, tmp_path_factory) -> tuple[str, Path]:
     config = (FAMILIES | PADDED)[request.param]()
     folder = tmp_path_factory.mktemp(request.param)
     return request.param, save_random(AutoModelForCausalLM, config, folder, tiny / "policy")
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return join_world()
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def lora_policy(request, tiny, tmp_path_factory) -> Path:
+    """Folder of a Llama, or of a GPT-2, whose linear layers store their weights transposed."""
+    if request.param == "llama":
+        return tiny / "policy"
+    folder = tmp_path_factory.mktemp("gpt2")
+    torch.manual_seed(2)
+    ids = {"vocab_size": 40, "eos_token_id": 0, "bos_token_id": 1}
+    model = AutoModelForCausalLM.from_config(GPT2Config(**ids, n_embd=32, n_layer=2, n_head=2, n_positions=64))
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny / "policy").save_pretrained(folder)
+    return folder

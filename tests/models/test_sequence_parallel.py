@@ -1,4 +1,4 @@
-"""Two ranks that share the tokens of each micro-batch compute and learn what one rank does.
+"""Two ranks that each compute a slice of every micro-batch's tokens train like one rank.
 
 As a program this file is one of the two ranks: python <file> <folder> <tiny>.
 """
@@ -40,13 +40,13 @@ from tests.conftest import make_rollout
 CPU = torch.device("cpu")
 LENGTHS = [(2, 5), (3, 1), (1, 8), (4, 3), (2, 0), (5, 6), (1, 2), (2, 4)]
 """Prompt and response tokens of eight sequences: 7, 4, 9, 7, 2, 11, 3 and 6; number 4 is empty."""
-# An eps well above rounding keeps AdamW from blowing up gradients that are 0 but for it.
+# With an eps well above rounding errors, AdamW does not amplify gradients that are 0 except for rounding.
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, max_grad_norm=0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Two optimizer steps of four sequences each, in micro-batches of at most so many tokens."""
+    """A model and the settings of two optimizer steps on four sequences each."""
 
     role: str = "actor"
     model: str = "tiny"
@@ -61,20 +61,20 @@ class Case:
 
 CASES = {
     "zero 0": Case(stage=0),
-    "zero 1, layers computed again": Case(stage=1, checkpointing=True),
-    # Each sequence alone: 9 tokens do not divide by 2, and of 3 tokens the first rank reads all that is read.
+    "zero 1, gradient checkpointing": Case(stage=1, checkpointing=True),
+    # One sequence per micro-batch: 9 tokens do not divide by 2, and of 3 tokens only the first rank reads any.
     "zero 2, single sequences": Case(micro_batch_tokens=1),
     "zero 3, two key heads": Case(stage=3, model="wide"),
     "critic, zero 2": Case(role="critic"),
     "critic, zero 3, single sequences": Case(role="critic", stage=3, micro_batch_tokens=1),
     "ratios of sequences, kl in the loss": Case(policy_loss="gspo", micro_batch_tokens=13, kl=True),
-    "adapters, text beside it": Case(lora=4, ptx=True),
+    "adapters, ptx loss": Case(lora=4, ptx=True),
     "learned positions": Case(model="gpt2"),
 }
 
 
 def make_model(name: str, folder: Path, tiny: Path, world: World) -> Path:
-    """Return the folder of a model, that all ranks see; `tiny` has two heads and one key head, `wide` four and two."""
+    """Return a model's folder, equal on all ranks; `tiny` has two heads and one key head, `wide` four and two."""
     torch.manual_seed(3)
     size: dict[str, Any] = {"vocab_size": 38, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     llama = {**size, "intermediate_size": 64, "max_position_embeddings": 64}
@@ -97,7 +97,7 @@ def make_model(name: str, folder: Path, tiny: Path, world: World) -> Path:
 
 
 def make_batch() -> TrainBatch:
-    """Return the eight sequences with all that an update reads."""
+    """Return the eight sequences with the fields that an update reads."""
     generator = torch.Generator().manual_seed(0)
     rollouts = []
     for i, (p, r) in enumerate(LENGTHS):
@@ -115,9 +115,9 @@ def make_batch() -> TrainBatch:
     )
 
 
-def run_case(case: Case, world: World, sharers: World | None, folder: Path, tiny: Path) -> dict[str, Any]:
-    """Return what a model says of the batch, and weights and metrics after its updates."""
-    data_parallel = world if sharers is None else world.data_parallel_group(sharers.size)
+def run_case(case: Case, world: World, group: World | None, folder: Path, tiny: Path) -> dict[str, Any]:
+    """Return a model's outputs for the batch, and its weights and metrics after the updates."""
+    data_parallel = world if group is None else world.data_parallel_group(group.size)
     models = ModelsConfig(gradient_checkpointing=case.checkpointing)
     config = UpdateConfig(
         mini_batch_size=4,
@@ -131,7 +131,7 @@ def run_case(case: Case, world: World, sharers: World | None, folder: Path, tiny
     if case.role == "critic":
         path = str(tiny / "reward")
         critic = load_value_model(path, models, CPU, field="models.critic")
-        critic = enable_sequence_parallel(critic, sharers, path, field="models.critic")
+        critic = enable_sequence_parallel(critic, group, path, field="models.critic")
         engine = DeepSpeedEngine(critic, OPTIMIZER, zero_stage=case.stage, total_steps=9, world=world)
         scores = [token_values(engine.forward, batch, packing), sequence_values(engine.forward, batch, packing)]
         metrics = update_critic(engine, batch, config, data_parallel, **options)
@@ -139,7 +139,7 @@ def run_case(case: Case, world: World, sharers: World | None, folder: Path, tiny
         path = str(make_model(case.model, folder, tiny, world))
         lora = LoraConfig(rank=case.lora)
         torch.manual_seed(5)  # of the adapters
-        actor = enable_sequence_parallel(load_actor(path, models, CPU, lora=lora), sharers, path, field="models.actor")
+        actor = enable_sequence_parallel(load_actor(path, models, CPU, lora=lora), group, path, field="models.actor")
         engine = DeepSpeedEngine(actor, OPTIMIZER, zero_stage=case.stage, total_steps=9, world=world)
         scores = [token_logprobs(engine.forward, batch, packing, temperature=0.8)]
         if case.kl:
@@ -153,29 +153,29 @@ def run_case(case: Case, world: World, sharers: World | None, folder: Path, tiny
         return {"scores": scores, "metrics": metrics, "weights": {name: t.clone() for name, t in tensors.items()}}
 
 
-def refusal(model: str, sharers: World, folder: Path, tiny: Path, **models: Any) -> str:
+def refusal(model: str, group: World, folder: Path, tiny: Path, **models: Any) -> str:
     """Return the error of a model whose tokens cannot be sliced."""
-    path = str(make_model(model, folder, tiny, sharers))
+    path = str(make_model(model, folder, tiny, group))
     try:
-        enable_sequence_parallel(load_actor(path, ModelsConfig(**models), CPU), sharers, path, field="models.actor")
+        enable_sequence_parallel(load_actor(path, ModelsConfig(**models), CPU), group, path, field="models.actor")
     except ConfigError as error:
         return str(error).replace(path, "FOLDER")
     return ""
 
 
 def main() -> None:
-    """Run as one of two ranks that share tokens."""
+    """Run as one of the two ranks."""
     root, tiny = map(Path, sys.argv[1:])
     torch.set_num_threads(1)
     world = join_world()
-    sharers = world.model_parallel_group(2, on_device=True)
-    found: dict[str, Any] = {name: run_case(case, world, sharers, root, tiny) for name, case in CASES.items()}
-    found["window"] = refusal("window", sharers, root, tiny)
-    found["alibi"] = refusal("alibi", sharers, root, tiny)
-    found["eager"] = refusal("tiny", sharers, root, tiny, attention="eager")
-    found["places"] = [(w.rank, w.size) for w in (world.data_parallel_group(1), world.data_parallel_group(2), sharers)]
+    group = world.model_parallel_group(2, on_device=True)
+    found: dict[str, Any] = {name: run_case(case, world, group, root, tiny) for name, case in CASES.items()}
+    found["window"] = refusal("window", group, root, tiny)
+    found["alibi"] = refusal("alibi", group, root, tiny)
+    found["eager"] = refusal("tiny", group, root, tiny, attention="eager")
+    found["ranks"] = [(w.rank, w.size) for w in (world.data_parallel_group(1), world.data_parallel_group(2), group)]
     items = [[4.0, 5.0], [6.0]][world.rank]
-    found["together"] = apply_together(sharers, items, lambda everyone: torch.tensor(everyone).cumsum(0))
+    found["together"] = apply_together(group, items, lambda everyone: torch.tensor(everyone).cumsum(0))
     torch.save(found, root / f"rank{world.rank}.pt")
 
 
@@ -186,14 +186,14 @@ def both(on_two_ranks: Callable[[str], list[Any]]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """Return the result of a case on this rank alone."""
+    """Return a function that runs a case on this rank alone."""
     world, folder = join_world(), tmp_path_factory.mktemp("models")
     return lambda name: run_case(CASES[name], world, None, folder, tiny)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_that_share_tokens_are_one(both, alone, name):
-    """Two steps of 1e-2 each move weights far beyond the tolerance."""
+def test_two_ranks_train_like_one(both, alone, name):
+    """Two steps with a learning rate of 1e-2 change weights by far more than the tolerance."""
     expected = alone(name)
     assert expected["metrics"]["grad_norm"] > 0.05
     for found in (rank[name] for rank in both):
@@ -210,7 +210,7 @@ def test_ranks_that_share_tokens_are_one(both, alone, name):
     assert all(torch.equal(weight, weights[key]) for key, weight in first["weights"].items())
 
 
-def test_what_cannot_share_tokens_says_so(both):
+def test_models_whose_tokens_cannot_be_sliced_are_refused(both):
     start = "update.sequence_parallel_size = 2: models.actor = FOLDER: "
     for rank in both:
         assert rank["window"] == (
@@ -226,11 +226,11 @@ def test_what_cannot_share_tokens_says_so(both):
         )
 
 
-def test_who_shares_and_who_differs(both):
-    assert [rank["places"] for rank in both] == [[(0, 2), (0, 1), (0, 2)], [(1, 2), (0, 1), (1, 2)]]
+def test_data_parallel_and_sequence_parallel_ranks(both):
+    assert [rank["ranks"] for rank in both] == [[(0, 2), (0, 1), (0, 2)], [(1, 2), (0, 1), (1, 2)]]
 
 
-def test_items_of_all_ranks_are_computed_together(both):
+def test_items_of_all_ranks_are_computed_in_one_call(both):
     assert [rank["together"].tolist() for rank in both] == [[4, 9], [15]]
     assert apply_together(None, [4.0, 5.0], lambda items: torch.tensor(items).cumsum(0)).tolist() == [4, 9]
 
@@ -245,7 +245,7 @@ def test_items_of_all_ranks_are_computed_together(both):
         (12, 3, 2, "must divide the 3 key heads of models.actor, or be a multiple of them"),
     ],
 )
-def test_heads_must_be_dealt_out(heads, key_heads, size, message):
+def test_attention_heads_must_divide_over_the_ranks(heads, key_heads, size, message):
     config = LlamaConfig(num_attention_heads=heads, num_key_value_heads=key_heads, hidden_size=32 * heads)
     if message is None:
         check_heads(config, size, where="models.actor")
@@ -255,14 +255,14 @@ def test_heads_must_be_dealt_out(heads, key_heads, size, message):
     assert str(caught.value) == f"update.sequence_parallel_size = {size}: {message}"
 
 
-def test_padding_is_a_sequence_of_its_own():
+def test_padding_is_one_more_sequence():
     packed = pack(make_batch(), [0, 3, 6], CPU)  # 7, 7 and 3 tokens
     inputs = packed_inputs(packed)
     assert pad_to_ranks(*inputs.values(), 1)[0] is packed.input_ids
-    ids, places, ends, longest = pad_to_ranks(*inputs.values(), 4)
+    ids, positions, bounds, longest = pad_to_ranks(*inputs.values(), 4)
     assert ids[0].tolist() == [*packed.input_ids[0].tolist(), 0, 0, 0]
-    assert places[0].tolist() == [*range(7), *range(7), *range(3), *range(3)]
-    assert ends.tolist() == [0, 7, 14, 17, 20] and ends.dtype == torch.int32 and longest == 7
+    assert positions[0].tolist() == [*range(7), *range(7), *range(3), *range(3)]
+    assert bounds.tolist() == [0, 7, 14, 17, 20] and bounds.dtype == torch.int32 and longest == 7
     assert pad_to_ranks(*packed_inputs(pack(make_batch(), [], CPU)).values(), 4)[3] == 3
 
 
