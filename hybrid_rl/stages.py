@@ -182,7 +182,7 @@ def compute_advantages(run: Run, batch: TrainBatch) -> tuple[TrainBatch, Metrics
 # UPDATE
 
 
-def update_critic(run: Run, batch: TrainBatch, step: int) -> Metrics:
+def update_critic(run: Run, step: int, batch: TrainBatch) -> Metrics:
     """Take the critic's optimizer steps, if the run has a critic, and its snapshot where a checkpoint is due."""
     if run.critic is None:
         return {}
@@ -200,15 +200,15 @@ def update_critic(run: Run, batch: TrainBatch, step: int) -> Metrics:
     return {f"critic/{name}": value for name, value in metrics.items()}
 
 
-def update_actor(run: Run, batch: TrainBatch, step: int) -> Metrics:
+def update_actor(run: Run, step: int, batch: TrainBatch) -> Metrics:
     """Take the actor's optimizer steps after the critic's warm-up, and its snapshot where a checkpoint is due."""
-    metrics = train_actor(run, batch, step) if step > run.config.update.critic_warmup_steps else {}
+    metrics = train_actor(run, step, batch) if step > run.config.update.critic_warmup_steps else {}
     if is_save_due(run, step):
         take_snapshot(run, "actor", run.actor)
     return metrics
 
 
-def train_actor(run: Run, batch: TrainBatch, step: int) -> Metrics:
+def train_actor(run: Run, step: int, batch: TrainBatch) -> Metrics:
     """Take the actor's optimizer steps on the batch, and update its EMA."""
     config, advantage, kl = run.config, run.config.advantage, None
     if run.reference and advantage.kl_in == "loss":

@@ -79,9 +79,9 @@ def train_step(run: Run, step: int) -> bool:
         batch, logprob_gap = compute_logprobs(run, batch, scored.rollouts)
         batch, sums, kl = compute_advantages(run, batch)
     with phase(run, UPDATE_CRITIC, step):
-        critic = update_critic(run, batch, step)
+        critic = update_critic(run, step, batch)
     with phase(run, UPDATE_ACTOR, step):
-        actor = update_actor(run, batch, step)
+        actor = update_actor(run, step, batch)
     state = logprob_gap | kl | synced.metrics() | run.memory.device_memory.metrics()
     metrics = evaluation | filtering | critic | actor | state
     run.recorder.step(step, scored.rollouts, batch, scored.sums | sums, metrics)

@@ -34,16 +34,16 @@ def dying(job):
 
     def die_in(phase, name, die_in_step):
         original = getattr(trainer, name)
-        def once(run, *arguments):
+        def once(run, step, *arguments):
             marker = run.config.run_dir / f"died_in_{phase}"
-            if run.world.rank == 1 and arguments[-1] == die_in_step and not marker.exists():
+            if run.world.rank == 1 and step == die_in_step and not marker.exists():
                 marker.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-            return original(run, *arguments)
+            return original(run, step, *arguments)
         setattr(trainer, name, once)
 
     die_in("rollout", "generate", 1)
-    die_in("score", "judge", 2)
+    die_in("score", "score_responses", 2)
     die_in("update_actor", "update_actor", 3)
     work(job)
 

@@ -10,7 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from hybrid_rl import trainer
+from hybrid_rl import stages
 from hybrid_rl.config import ConfigError, as_dict
 from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.engines.vllm.engine import VllmEngine
@@ -46,12 +46,12 @@ if __name__ == "__main__":
 PLACES = [
     ("HuggingFaceEngine", "generate", 5, {5}),
     ("HuggingFaceEngine", "generate", 6, {4}),
-    ("trainer", "judge", 3, {3}),
-    ("trainer", "score", 3, {3}),
+    ("trainer", "score_responses", 3, {3}),
+    ("trainer", "compute_advantages", 3, {3}),
     ("trainer", "update_critic", 3, {3}),
     ("trainer", "update_actor", 3, {3}),
     ("Snapshot", "write", 4, {0, 1}),
-    ("checkpoint", "_put_in_force", 2, {0, 1}),
+    ("checkpoint", "_publish", 2, {0, 1}),
     ("checkpoint", "write_atomically", 2, {0, 1}),
 ]
 
@@ -98,15 +98,15 @@ def test_two_steps_and_two_more_are_four(four_steps, make_config, train_here, tm
 
 
 def test_a_run_that_ends_early_goes_on_from_its_last_step(four_steps, make_config, train_here, tmp_path, monkeypatch):
-    evaluate, evaluations = trainer.evaluate, []
+    measure_accuracy, evaluations = stages.measure_accuracy, []
 
     def third_is_right(*arguments):
-        evaluations.append(evaluate(*arguments))
+        evaluations.append(measure_accuracy(*arguments))
         return evaluations[-1] | ({"accuracy": 1.0} if len(evaluations) == 3 else {})
 
     settings = {"num_steps": 4, "stop_at_accuracy": 1.0}
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "evaluate", third_is_right)
+        patch.setattr(stages, "measure_accuracy", third_is_right)
         stopped = train_here(make_config(tmp_path, run=settings, checkpoint={"every_steps": 10}))
     assert (len(stopped.metrics), stopped.state["step"]) == (2, 2)
     assert_same(train_here(make_config(tmp_path, run=settings | {"resume": "must"})), four_steps)
@@ -134,7 +134,7 @@ def test_all_that_has_a_state_goes_on(make_config, train_here, tmp_path):
     assert len({row["kl_coef"] for row in whole.metrics}) == 4  # it adapts
     assert all(row["actor/ptx_loss"] > 0 for row in whole.metrics)
     files = sorted((tmp_path / "whole/run/checkpoints/step_000004").rglob("*.safetensors"))
-    assert [file.parent.name for file in files] == ["actor", "average", "critic", "reference"]
+    assert [file.parent.name for file in files] == ["actor", "critic", "ema", "reference"]
     for file in files:
         ours, theirs = load_file(file), load_file(tmp_path / "parts" / file.relative_to(tmp_path / "whole"))
         assert all(torch.equal(ours[name], theirs[name]) for name in ours.keys() | theirs.keys())
