@@ -7,7 +7,7 @@
 namespace vmm {
 namespace {
 
-// The names under which libcuda exports the functions of the table; _v2 where an older signature had the plain name.
+// Names under which libcuda exports the functions of the table; _v2 marks the current signature.
 bool load(void* library, Driver* driver, const char** missing) {
   auto find = [&](auto& function, const char* name) {
     function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));

@@ -1,5 +1,5 @@
 // The part of the CUDA driver that the pool uses, declared here so that it compiles without a CUDA toolkit.
-// Layouts and values are those of cuda.h, stable since CUDA 11.
+// Layouts and values equal cuda.h and are stable from CUDA 11 on.
 #pragma once
 
 #include <cstddef>
@@ -37,7 +37,7 @@ struct Access {
   int flags;  // 3: read and write
 };
 
-// A table, so that a test can put a driver of its own in place. Every function returns a CUresult.
+// A table of functions, which a test can replace. Every function returns a CUresult.
 struct Driver {
   CUresult (*init)(unsigned flags);
   CUresult (*primary_context)(void** context, int device);
@@ -65,7 +65,7 @@ struct Driver {
   CUresult (*synchronize_event)(void* event);
 };
 
-// The driver of this machine, or null with a reason where there is none.
+// Return the driver of this machine, or null and the reason why there is none.
 const Driver* system_driver(const char** reason);
 
 }  // namespace vmm

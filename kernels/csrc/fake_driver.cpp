@@ -46,7 +46,7 @@ State state;
 std::atomic<bool> is_pinning_held{false};
 using Lock = std::lock_guard<std::mutex>;
 
-// A call that was told to fail returns its code, once.
+// A call that a test makes fail returns the given code, once.
 vmm::CUresult fault(const char* call) {
   auto found = state.faults.find(call);
   if (found == state.faults.end() || found->second.after-- > 0) return vmm::kSuccess;
@@ -240,7 +240,7 @@ std::vector<std::string> take_log() { return std::exchange(state.log, {}); }
 
 }  // namespace fake
 
-// Linked in place of cuda_driver.cpp, this is the driver of the C interface too.
+// Linked instead of cuda_driver.cpp, this is also the driver of the C interface.
 const vmm::Driver* vmm::system_driver(const char**) { return &fake::driver(); }
 
 extern "C" {

@@ -1,5 +1,5 @@
-// A CUDA driver in host memory, for tests: addresses without physical memory fault, copies happen when something waits
-// for them, the device has a capacity, and any call can be told to fail.
+// A CUDA driver in host memory, for tests: addresses without physical memory fault, copies run when something waits for
+// them, the device has a capacity, and a test can make any call fail.
 #pragma once
 
 #include <string>

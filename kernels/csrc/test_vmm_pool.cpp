@@ -1,4 +1,4 @@
-// The pool's states on a driver in host memory; plain checks, so that nothing has to be installed.
+// The states of the pool on a driver in host memory; plain checks that need no test framework.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -143,7 +143,7 @@ void out_of_memory_leaves_a_region_released() {
   house.release("kv");
   house.restore("actor");
   CHECK(holds(address, 3 * kChunk, 3));
-  // In an exchange, what leaves has left.
+  // After a failed exchange, the region that leaves is released.
   failure = failure_of([&] {
     fake::fail("create", 1, vmm::kDriverOutOfMemory);
     house.pool.move("actor", "kv");
@@ -230,8 +230,8 @@ void a_first_release_waits_for_its_part_of_the_reserve() {
   fake::hold_pinning(false);
   CHECK(release.get().out == 14 * kMib);
   pinning.join();
-  // 2, 10 and 2 MiB: a block that does not fit into what is left of a unit of 4 MiB begins the next one, for a copy
-  // across two units is an error of the driver.
+  // 2, 10 and 2 MiB: a block that does not fit into the rest of a unit of 4 MiB starts the next unit, because the
+  // driver rejects a copy across two units.
   const vmm::Reserve reserve = house.pool.reserve();
   CHECK(reserve.bytes == 18 * kMib && reserve.taken == 14 * kMib && reserve.waited_s > 0.02);
   CHECK(reserve.pinning_s > 0.02 && fake::pinned() == 18 * kMib);

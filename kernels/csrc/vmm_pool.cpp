@@ -18,8 +18,7 @@ namespace vmm {
 namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
-// What is never copied need not move piece by piece: on an H200 the driver takes 1 ms to let the GPU see a chunk of any
-// size from 512 MiB on, of 20 GiB 36 ms in chunks of 128 MiB.
+// Regions that are never copied use large chunks: mapping costs about the same for every chunk, whatever its size.
 constexpr size_t kDroppedChunk = size_t{4} << 30;
 constexpr unsigned kPinThreads = 8;
 constexpr unsigned kPortable = 1, kNonBlocking = 1, kNoTiming = 2;
@@ -27,7 +26,7 @@ constexpr int kPinnedType = 1, kDeviceType = 1, kReadWrite = 3, kMinimum = 0;
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-// Fault the pages in, as huge pages where the kernel gives them: the driver then pins one page, not 512.
+// Fault the pages in, as huge pages if the kernel provides them: the driver then pins 1 page instead of 512.
 bool populate(char* host, size_t bytes) {
   if (madvise(host, bytes, MADV_POPULATE_WRITE) == 0) return true;
   if (errno != EINVAL) return false;
@@ -35,8 +34,8 @@ bool populate(char* host, size_t bytes) {
   return true;
 }
 
-// Addresses for host memory, from a huge page on; null where there are none. A child process does not get it: the
-// kernel would copy pages that are pinned.
+// Return host addresses aligned to a huge page, or null. Child processes do not inherit them: the kernel would copy
+// pinned pages.
 char* map_host(size_t bytes) {
   const size_t mapped = bytes + kHugePage;
   void* map = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -62,7 +61,7 @@ class Stopwatch {
 
 }  // namespace
 
-// Torch's context is current in its own threads only.
+// PyTorch's context is current only in PyTorch's own threads.
 class Pool::Context {
  public:
   explicit Context(const Pool& pool) : driver_(pool.driver_) {
@@ -194,7 +193,7 @@ void Pool::unmap(Chunk& chunk, const std::string& tag) {
   check(driver_.release(handle), "cuMemRelease", tag);
 }
 
-// Errors are of no use here: the block is going away, at the end of the process perhaps after the driver has.
+// Errors are ignored: the block is being destroyed, at exit possibly after the driver is.
 void Pool::discard(Block& block) noexcept {
   for (Chunk& chunk : block.chunks) {
     if (chunk.handle && driver_.unmap(chunk.address, chunk.bytes) == kSuccess) driver_.release(chunk.handle);
@@ -220,7 +219,7 @@ size_t Pool::size(const std::vector<Chunk*>& chunks) {
   return bytes;
 }
 
-// Give every chunk its place on the host, those of a block side by side: in the reserve, or in one pinned arena.
+// Assign host memory to every chunk, contiguous within a block: from the reserve, or from one pinned arena.
 void Pool::pin(Region& region) {
   std::vector<Chunk*> missing;
   for (auto& [address, block] : region.blocks) {
@@ -288,8 +287,8 @@ void Pool::pin_reserve() {
   throw Failure(Status::kHostOutOfMemory, reserve_problem_);
 }
 
-// Blocks lie one after the other, in their order of asking, and no chunk across two units: the driver pinned each by
-// itself. False where the reserve has no room.
+// Blocks lie in the order of their requests, and no chunk spans two units, which the driver pins separately. Return
+// false if the reserve has no room.
 bool Pool::take_reserve(Block& block, const std::string& tag) {
   std::unique_lock lock(reserve_mutex_);
   size_t place = next_;
@@ -324,7 +323,7 @@ Reserve Pool::reserve() {
   return reserve_;
 }
 
-// `pinned` is told the place of each chunk as soon as it is.
+// `pinned` is called with each chunk as soon as it is pinned.
 std::string Pool::pin_chunks(const std::vector<Chunk*>& chunks, const std::function<void(size_t)>& pinned) {
   std::atomic<size_t> next{0};
   std::atomic<bool> populated{true};
@@ -375,7 +374,7 @@ Moved Pool::move(const std::string& out_tag, const std::string& in_tag) {
     if (copies_in)
       check(driver_.copy_in(chunk->address, chunk->host, chunk->bytes, stream_in_), "cuMemcpyHtoDAsync", in_tag);
   };
-  // Once begun, a release goes through; only then may a restore fail.
+  // A release that has begun completes before a restore may fail.
   std::exception_ptr failure;
   auto take_while = [&](auto allowed) {
     try {

@@ -50,36 +50,36 @@ struct Reserve {
 
 class Pool {
  public:
-  // chunk_bytes: the unit of mapping, unmapping and copying. Small ones start the pipeline early, large ones cost
-  // fewer calls of the driver.
+  // chunk_bytes: unit of mapping, unmapping and copying. Small chunks start the pipeline early, large chunks need
+  // fewer driver calls.
   Pool(const Driver& driver, int device, size_t chunk_bytes = size_t{128} << 20);
   ~Pool();
   Pool(const Pool&) = delete;
 
-  // Make a region, or check that it has this policy.
+  // Create a region, or check that an existing one has this policy.
   void open(const std::string& tag, Policy policy);
-  // Return the address of new memory in a resident region.
+  // Allocate memory in a resident region and return its address.
   Address allocate(const std::string& tag, size_t bytes);
-  // Give back a block, resident or not.
+  // Free a block, resident or released.
   void free(Address address);
   // Release `out`, then restore `in`; either may be empty. With both, the copies run in both directions at once, and
-  // `in` takes no more than `out` has given so far. Where the device has no room for `in`, `in` stays released.
+  // `in` never takes more memory than `out` has given back. If the device has no room for `in`, `in` stays released.
   Moved move(const std::string& out, const std::string& in);
-  // The host copy is out of date: the next release of a kCopyOnce region copies again.
+  // Mark the host copy as outdated: the next release of a kCopyOnce region copies again.
   void invalidate(const std::string& tag);
 
   bool resident(const std::string& tag);
   size_t bytes(const std::string& tag);
-  // Of all released regions: addresses without memory.
+  // Bytes of all released regions: addresses without physical memory.
   size_t released_bytes();
-  // The host copy of an address, contiguous to the end of its block.
+  // Return the host copy of an address; it is contiguous to the end of the address's block.
   void* host(Address address);
 
-  // Set host memory aside, once, which first releases take theirs from instead of pinning some of their own. It can be
-  // taken anew when every block in it is gone.
+  // Reserve host memory once; first releases use it instead of pinning their own. It can be reserved again after every
+  // block in it is freed.
   void reserve_host(size_t bytes);
-  // Pin it. To be called once after reserve_host, on a thread of its own: a release waits for what is not ready of its
-  // part. What fails is thrown here and by one release, the first that finds it; the part before it can be taken.
+  // Pin the reserve; call it once after reserve_host, on a separate thread. A release waits until its part is pinned. An
+  // error is thrown here and by the first release that needs the failed part; the memory before it stays usable.
   void pin_reserve();
   Reserve reserve();
 
@@ -131,7 +131,7 @@ class Pool {
   std::map<std::string, Region> regions_;
   std::map<Address, Region*> owners_;  // of each block
 
-  // The reserve is pinned unit by unit, chunk_bytes_ each, by another thread than the one that takes from it.
+  // One thread pins the reserve in units of chunk_bytes_, another one assigns memory from it.
   std::mutex reserve_mutex_;
   std::condition_variable unit_pinned_;
   std::vector<Chunk> units_;
@@ -143,7 +143,7 @@ class Pool {
 
 }  // namespace vmm
 
-// The same for other languages. Functions that return int give a vmm::Status, whose words vmm_error tells.
+// C interface. Functions that return int return a vmm::Status; vmm_error returns its message.
 extern "C" {
 int vmm_start(int device, size_t chunk_bytes);
 int vmm_enter(const char* tag, int policy);  // this thread allocates in the region from now on
