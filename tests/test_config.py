@@ -1,4 +1,4 @@
-"""Every rule at the border: in code, and as a user of launch/colocated.py meets it. No model is ever loaded."""
+"""Settings in code and on the command line of launch/colocated.py, and the errors that a user sees."""
 
 import ast
 import dataclasses
@@ -48,7 +48,7 @@ def colocated() -> ModuleType:
 
 
 def documented_fields(cls: type) -> dict[str, str]:
-    """Return field -> the text below it, as the source of the dataclass has them."""
+    """Return field -> docstring below it, from the source of the dataclass."""
     (definition,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(definition, ast.ClassDef)
     texts = [*definition.body[1:], None]
@@ -104,7 +104,7 @@ def test_resolved_config_of_a_run_loads_equal(colocated, tmp_path):
     assert colocated.parse([f"--config={path}"])[0] == config
 
 
-def test_later_arguments_win_over_the_file(colocated, tmp_path):
+def test_arguments_override_the_file(colocated, tmp_path):
     (tmp_path / "c.yaml").write_text("run: {seed: 4, name: file}\n")
     config, _ = colocated.parse(["--config", str(tmp_path / "c.yaml"), "--run.seed", "5"])
     assert (config.run.seed, config.run.name) == (5, "file")
@@ -118,10 +118,10 @@ class Ended:
     code: int
     stderr: str
     seconds: float
-    """That it computed, which do not depend on what else the machine does."""
+    """CPU time, which does not depend on the load of the machine."""
 
     def sentence(self) -> str:
-        """Return what it said, which must be an error in one line."""
+        """Return its error, which must be one line."""
         assert self.code == 2, self.stderr
         lines = self.stderr.strip().splitlines()
         assert len(lines) == 1, self.stderr
@@ -135,7 +135,7 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def hollow(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny models without their weights, so that a run that gets as far as loading one fails."""
+    """The tiny models without their weights, so that a run fails when it loads one."""
     root = tmp_path_factory.mktemp("hollow")
     shutil.copytree(tiny, root, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
     assert not list(root.rglob("*.safetensors"))
@@ -156,25 +156,25 @@ def settings(hollow: Path, tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def start(fork_servers, settings, tmp_path):
-    """Run the script with the settings and these arguments, in a process of its own."""
+    """Run the script with the settings and further arguments in a new process."""
 
     def run(*arguments: str) -> Ended:
         config = tmp_path / "config.yaml"
         config.write_text(yaml.safe_dump(settings))
         fork_servers[0].start(str(SCRIPT), "--config", str(config), *arguments, environment=environment())
         ended = fork_servers[0].wait()
-        assert not (tmp_path / "runs").exists()  # a refused run leaves nothing behind
+        assert not (tmp_path / "runs").exists()  # a rejected run writes no files
         return Ended(ended.code, ended.output, ended.cpu_s)
 
     return run
 
 
-def test_the_settings_of_these_tests_get_as_far_as_the_weights(start):
+def test_without_an_error_the_run_loads_weights(start):
     ended = start()
     assert ended.code == 2 and "cannot be loaded (Error no file named model.safetensors" in ended.stderr
 
 
-def test_script_as_a_process(settings, tmp_path):
+def test_script_prints_an_error_and_nothing_else(settings, tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     done = subprocess.run(
@@ -284,10 +284,10 @@ def test_prompt_that_is_too_long(start):
 
 def test_resume_without_a_checkpoint(start, tmp_path):
     sentence = start("--run.resume", "must").sentence()
-    assert sentence == f"run.resume = must: {tmp_path / 'runs' / 'demo'} has no checkpoint"
+    assert sentence == f"run.resume = must: {tmp_path / 'runs' / 'demo'} has no checkpoint; use auto"
 
 
-def test_more_processes_than_visible_gpus_are_refused(colocated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_visible_gpus_are_rejected(colocated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(colocated, "num_visible_gpus", lambda: 2)
     with pytest.raises(ConfigError, match="--num_processes 4: only 2 GPUs are visible"):
         colocated.launch(Config(), 4)

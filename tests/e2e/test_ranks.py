@@ -184,5 +184,5 @@ def test_a_setting_that_cannot_work_ends_with_its_sentence(make_config, launch, 
     config = make_config(tmp_path, run={"resume": "must"})
     ended = launch(config, "--num_processes", "2")
     assert ended.code == 2
-    assert f"error: run.resume = must: {config.run_dir} has no checkpoint\n" in ended.output
+    assert f"error: run.resume = must: {config.run_dir} has no checkpoint; use auto\n" in ended.output
     assert "Traceback" not in ended.output

@@ -152,7 +152,8 @@ def test_a_group_that_starts_again_must_be_allowed_to_resume(make_config, refuse
 
 def test_a_setting_that_cannot_work_ends_with_its_sentence(make_config, refused, tmp_path):
     config = make_config(tmp_path, run={"resume": "must"})
-    assert refused(config, "--num_workers", "1") == f"error: run.resume = must: {config.run_dir} has no checkpoint"
+    expected = f"error: run.resume = must: {config.run_dir} has no checkpoint; use auto"
+    assert refused(config, "--num_workers", "1") == expected
 
 
 def engines() -> list[psutil.Process]:

@@ -224,7 +224,7 @@ def refused(config, tmp_path, monkeypatch, capsys) -> str:
 def test_must_resume_without_a_checkpoint(make_config, tmp_path, monkeypatch, capsys):
     config = make_config(tmp_path, run={"resume": "must"})
     sentence = refused(config, tmp_path, monkeypatch, capsys)
-    assert sentence == f"error: run.resume = must: {config.run_dir} has no checkpoint\n"
+    assert sentence == f"error: run.resume = must: {config.run_dir} has no checkpoint; use auto\n"
 
 
 def test_other_data_is_refused_before_a_model_loads(make_config, train_here, tiny, tmp_path):
