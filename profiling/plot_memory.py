@@ -63,7 +63,7 @@ def measured(device: Mapping[str, float], by_owner: Mapping[str, float] | None) 
     """Return owner -> bytes of one measurement.
 
     Args:
-        device: bytes of all processes, `used`, and those of PyTorch's allocator in the trainer, `trainer`.
+        device: bytes of all processes, `used`, and of PyTorch's allocator in the trainer, `trainer`.
         by_owner: bytes of each process, `trainer` and `engine_<pid>`; None if the driver does not count by process.
     """
     tensors, used = device["trainer"], device["used"]

@@ -79,7 +79,7 @@ class DeviceMemory:
             timeline: receives the measurements as counters.
             planned: phase -> allocation -> planned bytes at the phase's peak.
             keeps_cache: whether PyTorch's allocator keeps reserved memory across phases. If so, the peak of its
-                allocated tensors counts, because reserved memory includes that of other phases.
+                allocated tensors counts, because reserved memory includes tensors of other phases.
         """
         self._planned = planned
         self._keeps_cache = keeps_cache

@@ -93,7 +93,7 @@ class MemoryManager:
                 raise PhaseError(f"tenant {name} is_resident={tenant.is_resident}, the manager left it at {expected}")
 
     def _enter(self, phase: Phase, step: int) -> None:
-        """Release, exchange, then restore tenants: the peak is that of the larger phase, not the sum of two."""
+        """Release, exchange, then restore tenants, so that the peak is the larger phase and not the sum of two."""
         wanted = {name for name in self._tenants if phase in self._residency[name].phases}
         leaving = [name for name in self._tenants if self._is_resident[name] and name not in wanted]
         entering = [name for name in self._tenants if not self._is_resident[name] and name in wanted]

@@ -49,8 +49,8 @@ def prefill_seconds(work: Workload, rates: Rates) -> float:
 def decode_seconds(work: Workload, plan: Plan, rates: Rates) -> tuple[float, str]:
     """Return the seconds of all decode steps, and whether `host` or `bandwidth` limits them.
 
-    A step takes the maximum of two times: the host's, for the step and its sequences, and that of reading all weights
-    and the keys and values of the sequences, with half a response on average. A tensor-parallel engine decodes the
+    A step takes the maximum of two times: the host's work for the step and its sequences, and reading all weights and
+    the keys and values of the sequences, with half a response on average. A tensor-parallel engine decodes the
     sequences of all its GPUs and reads a shard on each; communication between them is not counted.
     """
     shape, num_gpus = work.shapes.actor, work.config.rollout.tensor_parallel_size
@@ -102,7 +102,7 @@ def update_seconds(work: Workload, rates: Rates, name: str) -> float:
 
 
 def num_micro_batches(work: Workload) -> int:
-    """Return the micro-batches of a rank in all epochs; sequence-parallel ranks compute those of their group."""
+    """Return the micro-batches of a rank in all epochs; sequence-parallel ranks compute all of their group's."""
     update = work.config.update
     tokens = update.num_epochs * update.sequence_parallel_size * work.num_tokens
     return max(num_optimizer_steps(work), -(-tokens // update.micro_batch_tokens))

@@ -85,8 +85,8 @@ def engine_footprint(shape: ModelShape, sharding: Sharding, *, num_trained: int)
     Args:
         shape: sizes of the model; with tensor parallelism, of one rank's shard.
         sharding: how the ranks divide it.
-        num_trained: number of trained parameters; with LoRA those of the adapters and of a value head, which come on
-            top of the shape's.
+        num_trained: number of trained parameters; with LoRA, the parameters of the adapters and of a value head, which
+            come on top of the shape's.
     """
     stage, b, trained = sharding.zero_stage, sharding.dtype_bytes, num_trained
     is_half, is_on_host = b < 4, sharding.is_on_host

@@ -37,7 +37,7 @@ class StepTime:
         return self.num_tokens / self.total_s / self.num_ranks
 
     def efficiency(self, alone: "StepTime") -> float:
-        """Return the tokens per second and GPU relative to those of one GPU with the same settings."""
+        """Return the tokens per second and GPU relative to one GPU with the same settings."""
         return self.tokens_per_s_per_gpu / alone.tokens_per_s_per_gpu
 
 

@@ -88,7 +88,7 @@ class VmmPool:
         Args:
             device: GPU of the pool.
             chunk_bytes: unit of mapping and copying, rounded up to 2 MiB.
-            library: file of the native library; None for that of find_library.
+            library: file of the native library; None calls find_library.
 
         Raises:
             VmmError: the library is not built, the CUDA driver is missing, or this process has a pool.

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from hybrid_rl.memory.device import grow_segments
 from hybrid_rl.memory.phases import MemoryManager, PhaseError
 from hybrid_rl.memory.residency import RESIDENCY, Phase
-from hybrid_rl.memory.tenants import FrozenModule, Resident
+from hybrid_rl.memory.tenants import Resident
 from hybrid_rl.monitoring.timeline import Timeline
 
 SYNC, ROLLOUT, SCORE, UPDATE_CRITIC, UPDATE_ACTOR = Phase
@@ -239,73 +238,3 @@ def test_resident_tenant_that_is_filled_in_one_phase_is_checked_too():
     manager.admit("engine_weights", Resident(filled_in=SYNC))
     with pytest.raises(PhaseError, match="sync fills it"):
         manager.phase(ROLLOUT).__enter__()
-
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_frozen_module_is_restored_bit_for_bit(device):
-    module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64)).to(device)
-    before = {name: t.clone().cpu() for name, t in module.state_dict().items()}
-    tenant = FrozenModule(module)
-    num_bytes = sum(t.nbytes for t in [*module.parameters(), *module.buffers()])
-    assert not any(p.requires_grad for p in module.parameters())
-    for expected_copied in (num_bytes, 0):
-        assert tenant.release() == expected_copied
-        assert all(p.numel() == 0 for p in module.parameters()) and not tenant.is_resident
-        assert tenant.restore() == num_bytes
-        for name, tensor in module.state_dict().items():
-            assert torch.equal(tensor.cpu(), before[name])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_frozen_module_is_copied_to_the_host_again_after_a_change(device):
-    module = torch.nn.Linear(2, 1).to(device)
-    tenant = FrozenModule(module)
-    for value, expected_copied in ((1.0, 12), (2.0, 12), (2.0, 0)):
-        if expected_copied:
-            torch.nn.init.constant_(module.weight, value)
-        assert tenant.parameters()["weight"].data_ptr() == module.weight.data_ptr()
-        assert tenant.release() == expected_copied
-        assert tenant.parameters()["weight"].tolist() == [[value, value]]
-        assert tenant.parameters().keys() == {"weight", "bias"} and module.weight.numel() == 0
-        tenant.restore()
-        assert module.weight.tolist() == [[value, value]]
-    tenant.release()
-    tenant.parameters()["weight"].fill_(5.0)  # like a checkpoint loaded while the module is released
-    tenant.restore()
-    assert module.weight.tolist() == [[5.0, 5.0]]
-
-
-@pytest.mark.parametrize(
-    "name, value, kept",
-    [
-        ("PYTORCH_ALLOC_CONF", "", ""),
-        ("PYTORCH_ALLOC_CONF", "expandable_segments:False,max_split_size_mb:512", "max_split_size_mb:512,"),
-        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512, expandable_segments:True", "max_split_size_mb:512,"),
-    ],
-)
-def test_expandable_segments_keep_the_users_allocator_settings(monkeypatch, name, value, kept):
-    given: list[str] = []
-    take = torch._C._accelerator_setAllocatorSettings
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda text: (take(text), given.append(text)))
-    for other in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(other, raising=False)
-    monkeypatch.setenv(name, value)
-    grow_segments(torch.device("cpu"), is_on=True)
-    assert given == []
-    for is_on in (True, False):
-        grow_segments(torch.device("cuda"), is_on=is_on)
-    assert given == [f"{kept}expandable_segments:True", f"{kept}expandable_segments:False"]
-
-
-def test_specs_say_whom_a_tenant_belongs_to_and_what_a_release_does():
-    trained = {"critic_parameters", "critic_optimizer", "actor_parameters", "actor_optimizer"}
-    assert {name for name, spec in RESIDENCY.items() if spec.is_trained} == trained
-    assert {name for name, spec in RESIDENCY.items() if spec.model == "engine"} == {"engine_weights", "engine_kv_cache"}
-    for name, spec in RESIDENCY.items():
-        assert spec.on_release == ("drop" if spec.model == "engine" else "copy" if name in trained else "copy_once")
-        assert not spec.is_always_resident and spec.in_every_phase().is_always_resident
-    resident = {**RESIDENCY, "reference": RESIDENCY["reference"].in_every_phase()}
-    assert MemoryManager(resident, CPU, Timeline()).always_resident == {"reference"}
