@@ -120,7 +120,7 @@ def padded_batch(batch: TrainBatch, side: str) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def padded_log_probs(folder: Path, batch: TrainBatch, side: str, temperature: float) -> tuple[Tensor, Tensor]:
+def padded_logprobs(folder: Path, batch: TrainBatch, side: str, temperature: float) -> tuple[Tensor, Tensor]:
     """Return log-probs and entropies [B, T] from transformers' own logits of a padded batch."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     inputs = padded_batch(batch, side)
@@ -136,7 +136,7 @@ def padded_log_probs(folder: Path, batch: TrainBatch, side: str, temperature: fl
     return logprobs, entropy
 
 
-def log_probs_alone(folder: Path, batch: TrainBatch, temperature: float, implementation: str) -> list[Tensor]:
+def logprobs_alone(folder: Path, batch: TrainBatch, temperature: float, implementation: str) -> list[Tensor]:
     """Return the log-probs of each sequence's response from transformers' own logits of that sequence alone."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation)
     rows = []

@@ -5,9 +5,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from transformers import (
-    AutoTokenizer,
-)
+from transformers import AutoTokenizer
 
 from hybrid_rl.config import (
     AdvantageConfig,
@@ -20,9 +18,7 @@ from hybrid_rl.config import (
     UpdateConfig,
 )
 from hybrid_rl.models.checks import check_models
-from tests.models.families import (
-    FAMILIES,
-)
+from tests.models.families import FAMILIES
 
 
 def test_lengths_and_parallel_sizes_must_fit_every_model(tiny, tmp_path):

@@ -4,13 +4,9 @@ import math
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
-from hybrid_rl.config import (
-    ModelsConfig,
-)
+from hybrid_rl.config import ModelsConfig
 from hybrid_rl.models.heads import LogitScaling, LogprobHead, ValueHead, logit_scaling
 from hybrid_rl.models.loading import load_actor
 from tests.models.families import CPU, FAMILIES, PADDED

@@ -6,24 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import (
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoModelForSequenceClassification
 
 from hybrid_rl.batch import pack
-from hybrid_rl.config import (
-    ConfigError,
-    ModelsConfig,
-)
+from hybrid_rl.config import ConfigError, ModelsConfig
 from hybrid_rl.models.loading import load_actor, load_value_model
 from hybrid_rl.models.packed import packed_inputs
 from hybrid_rl.models.tokenizer import load_tokenizer
-from tests.models.families import (
-    CONFIGS,
-    CPU,
-    run_actor,
-    save_random,
-)
+from tests.models.families import CONFIGS, CPU, run_actor, save_random
 
 
 def test_a_loaded_model_saves_the_weights_and_config_of_its_folder(policy, tmp_path):

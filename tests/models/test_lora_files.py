@@ -16,16 +16,7 @@ from hybrid_rl.models.tokenizer import load_tokenizer
 from hybrid_rl.monitoring.timeline import Timeline
 from hybrid_rl.weights.sync import CopySync
 from tests.conftest import make_rollout
-from tests.models.adapters import (
-    CPU,
-    actor_inputs,
-    make_actor,
-    make_critic,
-    make_packed,
-    peft_model,
-    served,
-    step,
-)
+from tests.models.adapters import CPU, actor_inputs, make_actor, make_critic, make_packed, peft_model, served, step
 
 
 @pytest.mark.parametrize("stage", [2, 3])

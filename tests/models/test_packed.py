@@ -2,16 +2,10 @@
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hybrid_rl.batch import make_train_batch, pack
-from hybrid_rl.config import (
-    ConfigError,
-    ModelsConfig,
-)
+from hybrid_rl.config import ConfigError, ModelsConfig
 from hybrid_rl.engines import Sampling
 from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.models.loading import load_actor, load_value_model
@@ -24,9 +18,9 @@ from tests.models.families import (
     PAD,
     PADDED,
     groupings,
-    log_probs_alone,
+    logprobs_alone,
     padded_batch,
-    padded_log_probs,
+    padded_logprobs,
     run_actor,
     save_random,
 )
@@ -37,7 +31,7 @@ from tests.models.families import (
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_packed_logprobs_and_entropies_equal_padded_ones(policy, batch, side, temperature):
     actor = load_actor(str(policy), ModelsConfig(), CPU)
-    expected = padded_log_probs(policy, batch, side, temperature)
+    expected = padded_logprobs(policy, batch, side, temperature)
     assert expected[0].min() < -4.5  # uniform log-probs would be -3.7
     for name, groups in groupings(batch).items():
         found = torch.zeros_like(expected[0]), torch.zeros_like(expected[1])
@@ -112,7 +106,7 @@ def test_every_family_computes_packed_what_it_computes_alone(family, batch):
     actor = load_actor(str(folder), ModelsConfig(), CPU)
     assert actor.is_padded == (name in PADDED)
     # Falcon's eager attention rounds its ALiBi to bfloat16; transformers' other implementations ignore Gemma 2's cap.
-    expected = log_probs_alone(folder, batch, 0.6, "sdpa" if name == "falcon-alibi" else "eager")
+    expected = logprobs_alone(folder, batch, 0.6, "sdpa" if name == "falcon-alibi" else "eager")
     assert torch.cat(expected).std() > 0.2
     for groups in groupings(batch).values():
         for rows in groups:

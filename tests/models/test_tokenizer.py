@@ -4,9 +4,7 @@ import json
 
 import pytest
 
-from hybrid_rl.config import (
-    ConfigError,
-)
+from hybrid_rl.config import ConfigError
 from hybrid_rl.models.tokenizer import eos_token_ids, load_other_tokenizer, load_tokenizer
 
 

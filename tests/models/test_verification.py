@@ -4,15 +4,10 @@ import logging
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
 from hybrid_rl.batch import pack
-from hybrid_rl.config import (
-    ConfigError,
-    ModelsConfig,
-)
+from hybrid_rl.config import ConfigError, ModelsConfig
 from hybrid_rl.models.loading import load_actor
 from hybrid_rl.models.verification import is_close, probe_inputs, verify_packing
 from tests.models.families import CPU, PADDED, run_actor, save_random
