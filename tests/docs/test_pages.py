@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from docs import draw_diagrams, draw_residency, generate_configuration
+from hybrid_rl.validate import validate
+from launch.colocated import parse
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -44,6 +46,13 @@ def test_the_site_lists_every_page():
 
 def test_readme_has_at_most_120_lines():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_the_settings_of_the_readme_are_valid(tmp_path):
+    (settings,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "my.yaml").write_text(settings)
+    config = validate(parse(["--config", str(tmp_path / "my.yaml")])[0])
+    assert config.reward.functions == ["last_number", "my_rewards.py:is_polite"] and config.responses_per_step == 128
 
 
 def test_the_page_of_settings_is_what_the_dataclasses_say():
