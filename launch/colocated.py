@@ -83,6 +83,7 @@ def plan(arguments: list[str]) -> bool:
 
     memory = parse_bytes(settings.gpu_memory, field="--gpu-memory")
     machine = Machine(gpu_memory_bytes=memory, num_gpus=settings.gpus, num_nodes=settings.nodes)
+    choose_accelerator()
     return show_plan(prepare(config), machine)
 
 
@@ -114,6 +115,15 @@ def num_visible_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def choose_accelerator() -> None:
+    """Let DeepSpeed use the CPU if no GPU is visible, because it warns if it detects that itself.
+
+    Called before the demo's models are built: transformers imports DeepSpeed when it saves a model.
+    """
+    if not num_visible_gpus():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def launch(config: Config, num_processes: int | None) -> None:
@@ -163,6 +173,7 @@ def main() -> None:
         if sys.argv[1:2] == ["plan"]:
             sys.exit(0 if plan(sys.argv[2:]) else 1)
         config, num_processes = parse()
+        choose_accelerator()
         launch(prepare(config), num_processes)
 
 
