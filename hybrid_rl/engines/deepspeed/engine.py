@@ -216,7 +216,7 @@ class DeepSpeedEngine:
             ConfigError: DeepSpeed has no offload for this ZeRO stage and dtype.
         """
         check(
-            hasattr(self.wrapped.optimizer, "offload_optimizer"),
+            hasattr(self.wrapped.optimizer, "offload_states"),
             f"memory.swap = deepspeed: DeepSpeed cannot offload update.zero_stage = {self._zero_stage} here; "
             "use 2 or 3, or swap = off",
         )
