@@ -1,4 +1,4 @@
-"""What `make run` does, with small sizes: the demo from nothing to a table of before and after, and going on."""
+"""The demo as `make run` starts it, with small sizes: a first run, and a second one that continues it."""
 
 import json
 import re
@@ -24,11 +24,12 @@ def rows_of(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.slow
-def test_the_demo_trains_and_goes_on(run_python, tmp_path):
+def test_the_demo_trains_without_a_warning_and_continues(run_python, tmp_path):
     command = ["launch/colocated.py", "--run.dir", str(tmp_path), *SMALL]
     ended = run_python(*command, "--run.num_steps=2", timeout_s=400)  # the first time, it builds its models
     assert ended.code == 0, ended.output
     assert not ended.survivors
+    assert "warning" not in ended.output.lower() and "triton" not in ended.output.lower(), ended.output
     assert steps_of(ended.output) == ["1/2", "2/2"]
     assert re.search(r"^ *metric +before +after +change *$", ended.output, re.M), ended.output
     table = re.search(r"^ *accuracy +(0\.\d+|1) +(0\.\d+|1) +[+-][\d.e-]+ *$", ended.output, re.M)
