@@ -155,6 +155,7 @@ def test_ranks_that_share_matrices_train_what_one_does(
     assert "update.tensor_parallel_size = 2 shards the trainer's weights" in output or engine == "hf"
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_share_matrices_say_so(make_config, launch, tmp_path):
     """The tiny policy has one key head."""
     config = make_config(tmp_path, update={"tensor_parallel_size": 2})
@@ -164,6 +165,7 @@ def test_ranks_that_cannot_share_matrices_say_so(make_config, launch, tmp_path):
     assert expected in ended.output
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_launch(make_config, launch, tmp_path):
     (tmp_path / "scorer.py").write_text(FAILS_FOR_ONE_PROMPT)
     config = make_config(
@@ -180,6 +182,7 @@ def test_a_rank_that_fails_ends_the_launch(make_config, launch, tmp_path):
     assert not ended.survivors
 
 
+@pytest.mark.slow
 def test_a_setting_that_cannot_work_ends_with_its_sentence(make_config, launch, tmp_path):
     config = make_config(tmp_path, run={"resume": "must"})
     ended = launch(config, "--num_processes", "2")
