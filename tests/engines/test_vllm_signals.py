@@ -16,8 +16,6 @@ import torch
 from hybrid_rl.config import RolloutConfig
 from hybrid_rl.engines.vllm.engine import VllmEngine
 
-MAX_CLOSE_S = 30.0  # seconds, for a machine with other work too; an engine that misses the signal is killed after 60
-
 # The structure of vLLM's engine process: the handler sets an event, a thread puts an item into the queue, and the main
 # thread waits for the queue. Here another thread receives the signal while the main thread waits.
 PROCESS = """
@@ -75,22 +73,28 @@ def signal_thread(process: BaseProcess, thread: int) -> None:
 
 @pytest.mark.slow
 def test_engines_end_at_once_on_busy_cores(tiny, monkeypatch):
-    """The first engines get the signal as vLLM sends it, the last one in a thread, for which the main thread waits."""
+    """The first engines get the signal from vLLM, the last one in a thread other than the main one.
+
+    An engine that misses the signal is killed after 60 s. Both start and end take longer on a machine with other work,
+    so a start, which takes several times as long, is the limit of an end.
+    """
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(psutil.cpu_count() or 1)]
     try:
         for is_in_thread in (False, False, False, True):
             config = RolloutConfig(kv_cache_memory_bytes=64 << 20, max_num_seqs=16)
+            start = time.monotonic()
             engine = VllmEngine(
                 str(tiny / "policy"), config, dtype=torch.float32, max_model_len=32, can_sleep=False, seed=0
             )
+            started = time.monotonic()
             (process,) = engine.llm.llm_engine.engine_core.resources.engine_manager.processes
             if is_in_thread:
                 thread = thread_that_takes(process, signal.SIGTERM)
                 monkeypatch.setattr(process, "terminate", lambda p=process, t=thread: signal_thread(p, t))
-            start = time.monotonic()
+            closing = time.monotonic()
             engine.close()
             assert process.exitcode == 0  # not killed
-            assert time.monotonic() - start < MAX_CLOSE_S
+            assert time.monotonic() - closing < started - start
     finally:
         for program in busy:
             program.kill()
