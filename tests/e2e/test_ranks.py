@@ -64,7 +64,7 @@ def sections(zero_stage: int) -> dict:
     }
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def one(request, make_config, train_here, tmp_path_factory):
     """A ZeRO stage, and four steps of one rank."""
     folder = tmp_path_factory.mktemp(f"one{request.param}")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,20 +16,27 @@ INTERPRETED = {"test_logprobs.py", "test_token_loss.py", "test_gae.py"}
 
 
 class InterpretedFile(pytest.File):
-    """A file whose tests are one test here."""
+    """A file whose tests are two tests here: the fast ones, and the slow ones."""
 
     def collect(self) -> Iterator[pytest.Item]:
-        yield InterpretedTests.from_parent(self, name="in_the_interpreter")
+        yield InterpretedTests.from_parent(self, name="in_the_interpreter", chosen="not slow")
+        slow = InterpretedTests.from_parent(self, name="slow_in_the_interpreter", chosen="slow")
+        slow.add_marker(pytest.mark.slow)
+        yield slow
 
 
 class InterpretedTests(pytest.Item):
-    """Runs all tests of a file in the interpreter."""
+    """Runs the tests of a file that a mark expression chooses in the interpreter."""
+
+    def __init__(self, *, chosen: str, **named: Any) -> None:
+        super().__init__(**named)
+        self.chosen = chosen
 
     def runtest(self) -> None:
         # The process starts without tests/conftest.py, whose fixtures take seconds to import.
         options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--confcutdir", str(self.path.parent)]
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, str(self.path)],
+            [sys.executable, "-m", "pytest", *options, "-m", self.chosen, str(self.path)],
             env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
             cwd=self.config.rootpath,
             capture_output=True,

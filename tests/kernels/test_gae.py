@@ -70,6 +70,7 @@ def close(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(cases(), st.sampled_from(MODES), st.sampled_from([(0.97, 0.9), (1.0, 1.0), (0.9, 0.0)]), st.booleans())
 def test_the_scan_is_the_loop(rows, mode, coefficients, is_per_row):
@@ -89,6 +90,7 @@ def test_the_scan_is_the_loop(rows, mode, coefficients, is_per_row):
         close(ours[2][b], torch.tensor([float(len(counted)), counted.mean() if len(counted) else 0.0, spread]).float())
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(cases(), st.sampled_from(MODES), st.sampled_from(GARBAGE))
 def test_masked_slots_change_no_bit(rows, mode, garbage):

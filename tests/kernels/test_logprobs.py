@@ -130,6 +130,7 @@ def test_strides_do_not_show(path):
         torch.testing.assert_close(plain, apart_from_each_other, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     st.lists(st.booleans(), min_size=1, max_size=20),

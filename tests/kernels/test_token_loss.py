@@ -122,6 +122,7 @@ def test_strides_do_not_show(path):
         torch.testing.assert_close(plain, apart_from_each_other, rtol=0 if place else 1e-6, atol=0)
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(
     st.lists(st.booleans(), min_size=N, max_size=N),
