@@ -169,7 +169,7 @@ def run_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Progra
 
         def command() -> ProgramResult:
             with output.open("w") as streams:
-                ended = psutil.Popen(
+                ended = subprocess.Popen(
                     [sys.executable, *arguments], cwd=ROOT, env=_environment(), stdout=streams, stderr=subprocess.STDOUT
                 )
                 try:

@@ -1,10 +1,12 @@
 """Two steps of PPO on real vLLM and DeepSpeed: the engines agree, faults are found, and the run leaves its files."""
 
+import contextlib
 import itertools
 import json
 import math
 import multiprocessing
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -42,6 +44,8 @@ class Live:
     run: Run
     children_before: set[int]
     shared_before: set[str]
+    shared: set[str] = field(default_factory=set)
+    """Files of shared memory that the run used."""
     synced: list[dict[str, Any]] = field(default_factory=list)
     """The engine's checksums after each hand-over."""
     batches: list[TrainBatch] = field(default_factory=list)
@@ -91,15 +95,12 @@ def command_line(process: psutil.Process) -> str:
 
 
 def shared_memory() -> set[str]:
-    """Return the files in /dev/shm that no other process than this one uses."""
-    maps = ""
-    for process in psutil.process_iter():
-        if process.pid != os.getpid():
-            try:
-                maps += Path(f"/proc/{process.pid}/maps").read_text()
-            except OSError:  # it has ended, or is not ours
-                continue
-    return {name for name in os.listdir("/dev/shm") if f"/dev/shm/{name}" not in maps}
+    """Return the files in /dev/shm that this process or a process below it has mapped."""
+    found = set()
+    for pid in (os.getpid(), *children()):
+        with contextlib.suppress(OSError):  # it has ended
+            found |= set(re.findall(r"/dev/shm/(\S+)", Path(f"/proc/{pid}/maps").read_text()))
+    return found & set(os.listdir("/dev/shm"))
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +131,9 @@ def live(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFa
         with pytest.MonkeyPatch.context() as patch, run.recorder:
             patch.setattr(run.weight_sync, "sync", watched_push)
             patch.setattr(run.recorder, "step", watched_write)
+            live.shared |= shared_memory()
             trainer.loop(run)
+        live.shared |= shared_memory()
         with run.memory.phase(Phase.ROLLOUT):  # the run ended in SYNC, with the export
             live.greedy, live.sampled = live.generate(0.0), live.generate(1.0)
         yield live
@@ -177,16 +180,16 @@ def test_every_hand_over_brought_new_weights(live: Live):
 
 
 def test_corrupted_bucket_is_found_by_name(live: Live, monkeypatch: pytest.MonkeyPatch):
-    sync, receive = live.run.weight_sync, live.run.engine.receive
-    (victim,) = [(i, slot) for i, slots in enumerate(sync._plan) for slot in slots if slot.name == VICTIM]
-    assert len(sync._plan) > 3
+    fills, load_bucket = live.run.weight_sync.fills, live.run.engine.load_bucket
+    (victim,) = [(i, views[names.index(VICTIM)]) for i, (names, views) in enumerate(fills) if VICTIM in names]
+    assert len(fills) > 3
 
     def corrupt(index: int) -> None:
         if index == victim[0]:
-            victim[1].view(sync._bucket.tensor).view(torch.int32)[3, 4] ^= 1
-        receive(index)
+            victim[1].view(torch.int32)[3, 4] ^= 1
+        load_bucket(index)
 
-    monkeypatch.setattr(live.run.engine, "receive", corrupt)
+    monkeypatch.setattr(live.run.engine, "load_bucket", corrupt)
     with pytest.raises(SyncError, match=f"tensor {VICTIM} differs between trainer and engine worker 0"):
         for _ in range(3):  # 20 tensors, 8 at a time
             live.sync()
@@ -221,11 +224,12 @@ def test_rollout_without_hand_over_is_refused(live: Live):
 @pytest.mark.last_in_file
 def test_close_leaves_no_process_and_no_shared_memory(live: Live):
     assert len(children() - live.children_before) >= 2  # engine and scorer
+    used = (live.shared | shared_memory()) - live.shared_before
     live.close()
-    end = time.monotonic() + 60  # what has ended takes a moment to disappear
-    while children() != live.children_before or shared_memory() - live.shared_before:
-        assert time.monotonic() < end, (children(), shared_memory())
-        time.sleep(0.1)
+    end = time.monotonic() + 60  # processes that have ended take a moment to disappear
+    while children() != live.children_before or used & set(os.listdir("/dev/shm")):
+        assert time.monotonic() < end, (children(), used & set(os.listdir("/dev/shm")))
+        time.sleep(0.5)
 
 
 @pytest.mark.slow
