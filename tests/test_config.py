@@ -10,7 +10,6 @@ import resource
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +19,7 @@ import yaml
 
 from hybrid_rl.config import Config, ConfigError, as_dict
 from tests.conftest import VALID_CONFIG, change
+from tests.programs import ProgramResult
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "launch" / "colocated.py"
@@ -111,24 +111,6 @@ def test_arguments_override_the_file(colocated, tmp_path):
     assert config == change(Config(), {"run.seed": 5, "run.name": "file"})  # and nothing of the demo
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a process ended."""
-
-    code: int
-    stderr: str
-    seconds: float
-    """CPU time, which does not depend on the load of the machine."""
-
-    def sentence(self) -> str:
-        """Return its error, which must be one line."""
-        assert self.code == 2, self.stderr
-        lines = self.stderr.strip().splitlines()
-        assert len(lines) == 1, self.stderr
-        assert lines[0].startswith("error: ")
-        return lines[0].removeprefix("error: ")
-
-
 def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -158,20 +140,20 @@ def settings(hollow: Path, tmp_path: Path) -> dict[str, Any]:
 def start(fork_servers, settings, tmp_path):
     """Run the script with the settings and further arguments in a new process."""
 
-    def run(*arguments: str) -> Ended:
+    def run(*arguments: str) -> ProgramResult:
         config = tmp_path / "config.yaml"
         config.write_text(yaml.safe_dump(settings))
         fork_servers[0].start(str(SCRIPT), "--config", str(config), *arguments, environment=environment())
         ended = fork_servers[0].wait()
         assert not (tmp_path / "runs").exists()  # a rejected run writes no files
-        return Ended(ended.code, ended.output, ended.cpu_s)
+        return ended
 
     return run
 
 
 def test_without_an_error_the_run_loads_weights(start):
     ended = start()
-    assert ended.code == 2 and "cannot be loaded (Error no file named model.safetensors" in ended.stderr
+    assert ended.code == 2 and "cannot be loaded (Error no file named model.safetensors" in ended.output
 
 
 def test_script_prints_an_error_and_nothing_else(settings, tmp_path):
@@ -185,9 +167,9 @@ def test_script_prints_an_error_and_nothing_else(settings, tmp_path):
         cwd=tmp_path,
     )
     seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
-    ended = Ended(done.returncode, done.stderr, seconds)
-    assert ended.sentence() == "prompts.path = /nowhere.jsonl: no such file or folder"
-    assert done.stdout == "" and ended.seconds < 20
+    ended = ProgramResult(code=done.returncode, output=done.stderr, cpu_s=seconds)
+    assert ended.error_sentence() == "prompts.path = /nowhere.jsonl: no such file or folder"
+    assert done.stdout == "" and ended.cpu_s < 20
 
 
 @pytest.mark.parametrize("form", ["argument", "file"])
@@ -197,7 +179,7 @@ def test_unknown_field(start, settings, form):
         ended = start()
     else:
         ended = start("--rollout.group_sise", "3")
-    assert "group_sise" in ended.sentence() and ended.seconds < 15
+    assert "group_sise" in ended.error_sentence() and ended.cpu_s < 15
 
 
 @pytest.mark.parametrize(
@@ -205,43 +187,43 @@ def test_unknown_field(start, settings, form):
 )
 def test_value_of_the_wrong_kind(start, argument, value):
     ended = start(argument, value)
-    sentence = ended.sentence()
-    assert argument.removeprefix("--") in sentence and value in sentence and ended.seconds < 15
+    sentence = ended.error_sentence()
+    assert argument.removeprefix("--") in sentence and value in sentence and ended.cpu_s < 15
 
 
 def test_config_file_that_is_not_there(start):
-    assert "/nowhere.yaml" in start("--config", "/nowhere.yaml").sentence()
+    assert "/nowhere.yaml" in start("--config", "/nowhere.yaml").error_sentence()
 
 
 def test_missing_prompts_file(start):
     ended = start("--prompts.path", "/nowhere.jsonl")
-    assert ended.sentence() == "prompts.path = /nowhere.jsonl: no such file or folder"
-    assert ended.seconds < 15
+    assert ended.error_sentence() == "prompts.path = /nowhere.jsonl: no such file or folder"
+    assert ended.cpu_s < 15
 
 
 def test_missing_column_lists_the_columns(start, hollow):
     ended = start("--prompts.prompt_column", "question")
     path = hollow / "prompts.jsonl"
-    assert ended.sentence() == (
+    assert ended.error_sentence() == (
         f"prompts.path = {path}: row 0 has no column 'question'; set prompts.prompt_column to one of: prompt, answer"
     )
-    assert ended.seconds < 15
+    assert ended.cpu_s < 15
 
 
 def test_empty_data_set(start, tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     ended = start("--prompts.path", str(tmp_path / "empty.jsonl"))
-    assert ended.sentence() == f"prompts.path = {tmp_path / 'empty.jsonl'}: holds no rows"
-    assert ended.seconds < 15
+    assert ended.error_sentence() == f"prompts.path = {tmp_path / 'empty.jsonl'}: holds no rows"
+    assert ended.cpu_s < 15
 
 
 def test_sequence_longer_than_the_model_shows_the_sum(start, hollow):
     ended = start("--prompts.max_prompt_tokens", "40", "--rollout.max_response_tokens", "25")
-    assert ended.sentence() == (
+    assert ended.error_sentence() == (
         "prompts.max_prompt_tokens 40 + rollout.max_response_tokens 25 = 65: "
         f"models.actor = {hollow / 'policy'} takes at most 64 tokens; lower one of the two"
     )
-    assert ended.seconds < 15
+    assert ended.cpu_s < 15
 
 
 @pytest.mark.parametrize("field", ["actor", "reward", "critic"])
@@ -251,9 +233,9 @@ def test_model_folder_that_holds_no_model(start, tmp_path, field, kind):
     if kind == "empty":
         path.mkdir()
     ended = start(f"--models.{field}", str(path))
-    sentence = ended.sentence()
+    sentence = ended.error_sentence()
     assert sentence.startswith(f"models.{field} = {path}: ") and "no " in sentence
-    assert ended.seconds < 15
+    assert ended.cpu_s < 15
 
 
 def test_reward_model_with_another_tokenizer(start, hollow, tmp_path):
@@ -264,26 +246,26 @@ def test_reward_model_with_another_tokenizer(start, hollow, tmp_path):
     vocabulary["x"], vocabulary["y"] = vocabulary["y"], vocabulary["x"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     ended = start("--models.reward", str(other))
-    assert ended.sentence() == (
+    assert ended.error_sentence() == (
         f"models.critic is null and would start as models.reward = {other}, whose tokenizer is not the actor's: "
         "give a critic, such as the actor's folder"
     )
-    assert ended.seconds < 15
+    assert ended.cpu_s < 15
 
 
 def test_group_estimator_without_groups(start):
     ended = start("--advantage.estimator", "grpo")
-    assert ended.sentence() == "rollout.group_size = 1: advantage.estimator = grpo needs 2 or more"
-    assert ended.seconds < 15
+    assert ended.error_sentence() == "rollout.group_size = 1: advantage.estimator = grpo needs 2 or more"
+    assert ended.cpu_s < 15
 
 
 def test_prompt_that_is_too_long(start):
-    sentence = start("--prompts.max_prompt_tokens", "3").sentence()
+    sentence = start("--prompts.max_prompt_tokens", "3").error_sentence()
     assert "10 of 10 prompts are longer than prompts.max_prompt_tokens = 3, first row 0 with 4 tokens" in sentence
 
 
 def test_resume_without_a_checkpoint(start, tmp_path):
-    sentence = start("--run.resume", "must").sentence()
+    sentence = start("--run.resume", "must").error_sentence()
     assert sentence == f"run.resume = must: {tmp_path / 'runs' / 'demo'} has no checkpoint; use auto"
 
 
