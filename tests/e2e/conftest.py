@@ -41,16 +41,16 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_POR
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What a run leaves behind that must not depend on how it was run."""
+    """Files and weights that a run leaves and that must not depend on how it was run."""
 
     metrics: list[dict[str, float]]
-    """A row per step, without what the clock decides and what counts the hand-overs of one engine's life."""
+    """A row per step, without times, and without counters of the weight syncs of one engine."""
     rollouts: list[list[dict[str, Any]]]
-    """Of each step, in the order of their prompts."""
+    """The responses of each step, in the order of their prompts."""
     state: dict[str, Any]
-    """Of the last checkpoint."""
+    """state.json of the last checkpoint."""
     weights: dict[str, dict[str, Tensor]] = dataclasses.field(default_factory=dict)
-    """Parameters of actor and critic; empty where another process held them."""
+    """Parameters of actor and critic; empty if another process held them."""
 
 
 @pytest.fixture(scope="session")
@@ -92,7 +92,7 @@ def make_config(tiny: Path) -> Callable[..., Config]:
 
 @pytest.fixture(scope="session")
 def copy_engine(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
-    """One vLLM engine for all tests that hand copies over; whoever takes it pushes weights of his own first."""
+    """One vLLM engine for all tests that sync copies; each of them syncs its own weights first."""
     rollout = {"engine": "vllm", "stop_strings": ["<eos>"]}  # so that it has a tokenizer
     config = make_config(tmp_path_factory.mktemp("engine"), rollout=rollout)
     engine = start_engine(config, dtype=torch.float32, device=torch.device("cpu"), rank=0)
@@ -103,7 +103,7 @@ def copy_engine(make_config: Callable[..., Config], tmp_path_factory: pytest.Tem
 
 @pytest.fixture(scope="module")
 def lent_engine(copy_engine: VllmEngine) -> Iterator[VllmEngine]:
-    """That engine for every run with vLLM, as good as new for each: the first hand-over compares all."""
+    """copy_engine for every run with vLLM, like a new engine: the first weight sync verifies every tensor."""
 
     def lend(config: Config, **named: Any) -> Any:
         if config.rollout.engine != "vllm":

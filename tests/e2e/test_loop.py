@@ -39,7 +39,7 @@ PHASES = [phase.value for phase in Phase]
 
 @dataclass(kw_only=True)
 class Live:
-    """A run after its last step, its engine still awake, and what was seen on the way."""
+    """A run after its last step, with the engine awake, and observations of its steps."""
 
     run: Run
     children_before: set[int]
@@ -47,11 +47,11 @@ class Live:
     shared: set[str] = field(default_factory=set)
     """Files of shared memory that the run used."""
     synced: list[dict[str, Any]] = field(default_factory=list)
-    """The engine's checksums after each hand-over."""
+    """The engine's checksums after each weight sync."""
     batches: list[TrainBatch] = field(default_factory=list)
-    """What each step was trained on."""
+    """The batch of each step."""
     greedy: list[Generation] = field(default_factory=list)
-    """By the trained actor, to the held-out prompts."""
+    """Greedy responses of the trained actor to the held-out prompts."""
     sampled: list[Generation] = field(default_factory=list)
     is_closed: bool = False
 
@@ -68,7 +68,7 @@ class Live:
         return self.run.engine.generate(self.prompts, sampling, list(range(6)) if temperature else None)
 
     def sync(self) -> None:
-        """Hand over, and wake the engine for rollouts."""
+        """Sync the weights, and wake the engine for rollouts."""
         with self.run.memory.phase(Phase.SYNC):
             self.run.weight_sync.sync()
         with self.run.memory.phase(Phase.ROLLOUT):
@@ -81,8 +81,8 @@ class Live:
 
 
 def children() -> set[int]:
-    """Return this process's children, but for Python's tracker of shared memory, which lives as long as we do."""
-    multiprocessing.active_children()  # lets those that have ended disappear
+    """Return the descendants of this process without the tracker of shared memory, which lives as long as it."""
+    multiprocessing.active_children()  # reaps children that have ended
     found = psutil.Process().children(recursive=True)
     return {p.pid for p in found if "multiprocessing.resource_tracker" not in command_line(p)}
 
@@ -116,10 +116,10 @@ def live(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFa
     children_before, shared_before = children(), shared_memory()
     live = Live(run=build(config), children_before=children_before, shared_before=shared_before)
     run, names = live.run, [name for name, _, _ in live.run.actor.named_shapes()]
-    push, write = run.weight_sync.sync, run.recorder.step
+    sync, write = run.weight_sync.sync, run.recorder.step
 
-    def watched_push() -> SyncReport:
-        report = push()
+    def watched_sync() -> SyncReport:
+        report = sync()
         live.synced += run.engine.checksums(names)
         return report
 
@@ -129,7 +129,7 @@ def live(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFa
 
     try:
         with pytest.MonkeyPatch.context() as patch, run.recorder:
-            patch.setattr(run.weight_sync, "sync", watched_push)
+            patch.setattr(run.weight_sync, "sync", watched_sync)
             patch.setattr(run.recorder, "step", watched_write)
             live.shared |= shared_memory()
             trainer.loop(run)
@@ -174,7 +174,7 @@ def test_every_token_of_the_trained_actor_has_ratio_1(live: Live, temperature: f
     assert largest_ratio_error(batch.rollout_logprobs, others, batch.response_mask) > 1e-2
 
 
-def test_every_hand_over_brought_new_weights(live: Live):
+def test_every_weight_sync_brought_new_weights(live: Live):
     first, second, third = live.synced
     assert all(first[name] != second[name] != third[name] for name in first)
 
@@ -210,7 +210,7 @@ def test_engine_without_weights_refuses(live: Live):
     assert live.generate(0.0) == live.greedy
 
 
-def test_rollout_without_hand_over_is_refused(live: Live):
+def test_a_rollout_without_a_weight_sync_is_refused(live: Live):
     memory = live.run.memory
     with memory.phase(Phase.SCORE):
         pass
@@ -348,7 +348,7 @@ def test_tensorboard_has_the_same_numbers(live: Live):
         assert values == [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in rows]
 
 
-def test_rollout_files_hold_what_was_trained_on(live: Live):
+def test_rollout_files_hold_the_batches(live: Live):
     tokenizer = AutoTokenizer.from_pretrained(live.run.config.models.actor)
     data = rows_of(Path(live.run.config.prompts.path))
     assert sorted(path.name for path in (live.dir / "rollouts").iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
@@ -370,7 +370,7 @@ def test_timeline_is_a_trace_with_the_phases_in_order(live: Live):
     assert all(event["dur"] >= 0 and {"name", "cat", "ts", "pid", "tid"} <= event.keys() for event in spans)
     phases = sorted((event for event in spans if event["name"] in PHASES), key=lambda event: event["ts"])
     expected = [(step, name) for step in (1, 2) for name in PHASES] + [(3, "sync"), (3, "rollout"), (3, "sync")]
-    # Judging and scoring are two visits of the same phase: dynamic filtering may sample again in between.
+    # Rewards and log-probs are two visits of the same phase: dynamic filtering may sample again in between.
     assert [place for place, _ in itertools.groupby((e["args"]["step"], e["name"]) for e in phases)] == expected
     for one, next_one in itertools.pairwise(phases):
         assert one["ts"] + one["dur"] <= next_one["ts"]

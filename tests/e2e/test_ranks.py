@@ -1,4 +1,4 @@
-"""Two ranks train what one rank trains, whatever the batch leaves to each; a rank that fails ends all."""
+"""Several ranks train what one rank trains, however uneven their batches; a rank that fails ends all."""
 
 import time
 
@@ -27,7 +27,7 @@ def score(prompt, response):
 
 
 def assert_close(left, expected) -> None:
-    """The same prompts, responses and rewards, and the same metrics but for the order in which numbers are added."""
+    """Compare prompts and responses exactly, rewards and metrics up to the order in which numbers are added."""
     for rows, wanted in zip(left.rollouts, expected.rollouts, strict=True):
         assert [(r["prompt_id"], r["response"], r["num_tokens"]) for r in rows] == [
             (r["prompt_id"], r["response"], r["num_tokens"]) for r in wanted
@@ -109,13 +109,13 @@ def test_four_ranks_train_what_one_does(assert_ranks_train_alike):
 
 
 @pytest.mark.slow
-def test_ranks_that_share_tokens_train_what_one_does(assert_ranks_train_alike):
-    """Of four ranks two have the same sequences; each samples, judges and records its own prompts."""
+def test_sequence_parallel_ranks_train_what_one_does(assert_ranks_train_alike):
+    """Each pair of four ranks has the same sequences; every rank samples, scores and records its own prompts."""
     settings = {"run": {"num_steps": 3}, "rollout": UNEVEN[2], "update": {"mini_batch_size": 5}}
     assert_ranks_train_alike(4, settings, {"sequence_parallel_size": 2})
 
 
-def test_one_rank_has_nobody_to_share_tokens_with(make_config, train_here, tmp_path):
+def test_sequence_parallelism_needs_several_ranks(make_config, train_here, tmp_path):
     config = make_config(tmp_path, update={"sequence_parallel_size": 2})
     with pytest.raises(ConfigError, match=r"update.sequence_parallel_size = 2: must divide the number of ranks, 1$"):
         train_here(config)
@@ -123,7 +123,7 @@ def test_one_rank_has_nobody_to_share_tokens_with(make_config, train_here, tmp_p
 
 @pytest.fixture(scope="module")
 def two_key_heads(tiny, tmp_path_factory) -> dict[str, str]:
-    """Policy and reward model as settings of `models`, larger than the tiny ones by a key head to share."""
+    """Policy and reward model as settings of `models`, with one more key head than the tiny ones."""
     root = tmp_path_factory.mktemp("two_key_heads")
     torch.manual_seed(1)
     for name, kind in {"policy": AutoModelForCausalLM, "reward": AutoModelForSequenceClassification}.items():
@@ -140,10 +140,10 @@ def two_key_heads(tiny, tmp_path_factory) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks, zero_stage, engine", [(4, 1, "hf"), (2, 0, "vllm")])
-def test_ranks_that_share_matrices_train_what_one_does(
+def test_tensor_parallel_ranks_train_what_one_does(
     assert_ranks_train_alike, two_key_heads, num_ranks, zero_stage, engine
 ):
-    """Actor and critic are cut, reference and reward model are whole; the engines get the actor whole."""
+    """Actor and critic are sharded, reference and reward model are not; the engines get the whole actor."""
     settings = {
         "run": {"num_steps": 3},
         "models": two_key_heads,
@@ -156,7 +156,7 @@ def test_ranks_that_share_matrices_train_what_one_does(
 
 
 @pytest.mark.slow
-def test_ranks_that_cannot_share_matrices_say_so(make_config, launch, tmp_path):
+def test_tensor_parallelism_that_does_not_divide_the_heads_is_refused(make_config, launch, tmp_path):
     """The tiny policy has one key head."""
     config = make_config(tmp_path, update={"tensor_parallel_size": 2})
     ended = launch(config, "--num_processes", "2")
