@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
-    """Replace a file so that a reader, or a crash at any moment, finds the old or the new content, and flush it to disk.
+    """Replace a file and flush it to disk; a reader, or a crash at any moment, finds the old or the new content.
 
     Args:
         path: file to create or replace; its folder exists.
