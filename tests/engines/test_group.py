@@ -135,8 +135,9 @@ def test_the_engine_is_started_once_with_the_names_of_all_devices(both):
 
 
 def test_every_rank_gets_the_responses_of_a_separate_engine(both, tiny):
-    alone = CountingEngine(tiny)
-    fill(alone, IpcBucket(1 << 20, CPU), tiny)
+    alone, bucket = CountingEngine(tiny), IpcBucket(1 << 20, CPU)
+    fill(alone, bucket, tiny)
+    bucket.unlink()
     expected = alone.generate(PROMPTS, SAMPLED, SEEDS)
     found = [Generation(**fields) for rank in both for fields in rank["seeded"]]
     assert [len(rank["seeded"]) for rank in both] == [FIRST, 1]
