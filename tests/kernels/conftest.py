@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default of Triton 3.9, which warns if it is unset
+
 INTERPRETED = {"test_logprobs.py", "test_token_loss.py", "test_gae.py"}
 
 
