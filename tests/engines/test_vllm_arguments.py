@@ -1,12 +1,31 @@
 """The arguments of vLLM, and the shared memory that its processes leave."""
 
+import os
 import signal
 import subprocess
 import sys
+import tempfile
+import uuid
 from pathlib import Path
 
+import pytest
+
 from hybrid_rl.engines.vllm.arguments import graph_sizes
+from hybrid_rl.engines.vllm.environment import engine_environment, socket_folder
 from hybrid_rl.engines.vllm.shared_memory import remove_shared_memory
+
+
+@pytest.mark.parametrize("length, folder", [(60, None), (61, "/tmp"), (200, "/tmp")])
+def test_sockets_lie_where_their_paths_are_short_enough(monkeypatch, length, folder):
+    """A Unix socket's path has at most 107 characters; vLLM names its sockets by a UUID."""
+    temporary = "/" + "t" * (length - 1)
+    monkeypatch.setattr(tempfile, "tempdir", temporary)
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    assert socket_folder() == (folder or temporary)
+    with engine_environment():
+        assert os.environ["VLLM_RPC_BASE_PATH"] == socket_folder()
+    assert len(f"{socket_folder()}/{uuid.uuid4()}") <= 107
+    assert "VLLM_RPC_BASE_PATH" not in os.environ
 
 
 def test_shared_memory_of_a_killed_process_is_removed():

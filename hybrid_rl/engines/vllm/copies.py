@@ -1,11 +1,13 @@
 """The trainer's side of weight sync by copy: it tells the engine's workers which bucket to copy next."""
 
 import pickle
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Listener
 from typing import Any
 
+from hybrid_rl.engines.vllm.environment import socket_folder
 from hybrid_rl.weights.bucket import Slot
 
 
@@ -26,7 +28,10 @@ class BucketCopies:
     def open(self, handle: bytes, plan: Sequence[Sequence[Slot]]) -> None:
         """Let every worker map the bucket and connect to a pipe."""
         self.wait()
-        with Listener(family="AF_UNIX") as listener:
+        with (
+            tempfile.TemporaryDirectory(dir=socket_folder()) as path,
+            Listener(f"{path}/copies", "AF_UNIX") as listener,
+        ):
             message = pickle.dumps((handle, plan, listener.address))
             workers = self._llm.collective_rpc("hybrid_open_bucket", args=(message,))
             self._pipes = [listener.accept() for _ in workers]

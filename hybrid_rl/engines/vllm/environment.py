@@ -1,6 +1,7 @@
 """The environment variables that an engine's processes inherit."""
 
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -21,6 +22,15 @@ _CPU_DEFAULTS = {
     "TORCH_COMPILE_DISABLE": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # vLLM warns that it binds memory to the NUMA node of its cores
 }
+
+_MAX_SOCKET_FOLDER = 60
+"""Characters of a folder for Unix sockets: their paths have at most 107, of which vLLM's names take 37."""
+
+
+def socket_folder() -> str:
+    """Return the folder for Unix sockets: the temporary folder, or /tmp where its path is too long for a socket."""
+    folder = tempfile.gettempdir()
+    return folder if len(folder) <= _MAX_SOCKET_FOLDER else "/tmp"
 
 
 def group_environment(gpus: Sequence[str], *, has_cuda: bool) -> dict[str, str]:
@@ -54,6 +64,7 @@ def engine_environment(gpus: Sequence[str] = ()) -> Iterator[None]:
         os.environ["HYBRID_RL_TRAINER_PID"] = str(os.getpid())
         for name, value in (_DEFAULTS if torch.cuda.is_available() else _DEFAULTS | _CPU_DEFAULTS).items():
             os.environ.setdefault(name, value)
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", socket_folder())
         os.environ.update(group_environment(gpus, has_cuda=torch.cuda.is_available()))
         yield
     finally:
