@@ -5,7 +5,7 @@ import gc
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -24,7 +25,9 @@ from transformers import (
 
 from hybrid_rl.batch import Packed, Prompt, Rollout, make_train_batch, pack
 from hybrid_rl.config import Config, ModelsConfig, PromptsConfig, RewardConfig
+from hybrid_rl.engines import RolloutEngine
 from hybrid_rl.models.packed import packed_inputs
+from hybrid_rl.weights.bucket import IpcBucket, bucket_bytes, plan_buckets
 from tests.programs import PATHS, ForkServer, running_fork_servers
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -135,6 +138,18 @@ def change(config: Any, changes: dict[str, Any]) -> Any:
         value = change(getattr(config, section), {rest: value}) if rest else value
         config = dataclasses.replace(config, **{section: value})
     return config
+
+
+def sync_weights(engine: RolloutEngine, tensors: Mapping[str, Tensor]) -> None:
+    """Give an engine of this process copies of all its weights, without a trainer."""
+    plan = plan_buckets([(name, tuple(t.shape), t.dtype) for name, t in tensors.items()], 1 << 30)
+    bucket = IpcBucket(bucket_bytes(plan), torch.device("cpu"))
+    engine.open_bucket(bucket.handle(), plan)
+    bucket.unlink()
+    for slot in plan[0]:
+        slot.view(bucket.tensor).copy_(tensors[slot.name])
+    engine.load_bucket(0)
+    engine.finish_sync()
 
 
 def make_rollout(

@@ -6,29 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hybrid_rl.engines import Sampling
 from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.models.tokenizer import load_tokenizer
-from hybrid_rl.weights.bucket import IpcBucket, bucket_bytes, plan_buckets
 from hybrid_rl.weights.checksum import checksum
+from tests.conftest import sync_weights
 
 CPU = torch.device("cpu")
 PROMPTS = [[2, 12, 3, 13], [4], [4, 12, 4, 13], [7, 7, 7, 7, 7, 7], [9]]
 SAMPLED = Sampling(temperature=1.3, max_tokens=8, stop_token_ids=(0, 5))
-
-
-def sync_weights(engine: HuggingFaceEngine, tensors: dict[str, Tensor]) -> None:
-    plan = plan_buckets([(name, t.shape, t.dtype) for name, t in tensors.items()], 1 << 30)
-    bucket = IpcBucket(bucket_bytes(plan), CPU)
-    engine.open_bucket(bucket.handle(), plan)
-    bucket.unlink()
-    for slot in plan[0]:
-        slot.view(bucket.tensor).copy_(tensors[slot.name])
-    engine.load_bucket(0)
-    engine.finish_sync()
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,7 @@ from hybrid_rl.engines import Sampling
 from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.models.loading import load_actor, load_value_model
 from hybrid_rl.models.packed import packed_inputs
-from hybrid_rl.weights.bucket import IpcBucket, bucket_bytes, plan_buckets
-from tests.conftest import make_rollout
+from tests.conftest import make_rollout, sync_weights
 from tests.models.families import (
     CPU,
     FAMILIES,
@@ -164,14 +163,7 @@ def test_the_hugging_face_engine_has_the_same_logprobs(tiny, tmp_path, name):
     folder = save_random(AutoModelForCausalLM, (FAMILIES | PADDED)[name](), tmp_path, tiny / "policy")
     actor = load_actor(str(folder), ModelsConfig(), CPU)
     engine = HuggingFaceEngine(str(folder), dtype=torch.float32, device=CPU)
-    plan = plan_buckets([(n, tuple(p.shape), p.dtype) for n, p in actor.model.named_parameters()], 1 << 30)
-    bucket = IpcBucket(bucket_bytes(plan), CPU)
-    for slot in plan[0]:
-        slot.view(bucket.tensor).copy_(dict(actor.model.named_parameters())[slot.name])
-    engine.open_bucket(bucket.handle(), plan)
-    bucket.unlink()
-    engine.load_bucket(0)
-    engine.finish_sync()
+    sync_weights(engine, dict(actor.model.named_parameters()))
     sampling = Sampling(temperature=0.7, max_tokens=12, stop_token_ids=())
     prompts = [[5, 9, 3], [7]]
     rollouts = [

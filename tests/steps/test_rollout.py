@@ -12,7 +12,7 @@ from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.models.loading import load_actor
 from hybrid_rl.models.tokenizer import load_tokenizer
 from hybrid_rl.steps.rollout import collect_rollouts, generate_greedy, request_seed
-from hybrid_rl.weights.bucket import IpcBucket, bucket_bytes, plan_buckets
+from tests.conftest import sync_weights
 
 CPU = torch.device("cpu")
 CONFIG = RolloutConfig(engine="hf", group_size=3, max_response_tokens=6)
@@ -23,14 +23,7 @@ def engine(tiny: Path) -> HuggingFaceEngine:
     """An engine that has received the weights of the tiny policy."""
     engine = HuggingFaceEngine(str(tiny / "policy"), dtype=torch.float32, device=CPU)
     tensors = {n: p.detach() for n, p in load_actor(str(tiny / "policy"), ModelsConfig(), CPU).model.named_parameters()}
-    plan = plan_buckets([(name, t.shape, t.dtype) for name, t in tensors.items()], 1 << 30)
-    bucket = IpcBucket(bucket_bytes(plan), CPU)
-    engine.open_bucket(bucket.handle(), plan)
-    bucket.unlink()
-    for slot in plan[0]:
-        slot.view(bucket.tensor).copy_(tensors[slot.name])
-    engine.load_bucket(0)
-    engine.finish_sync()
+    sync_weights(engine, tensors)
     return engine
 
 
