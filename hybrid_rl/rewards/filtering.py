@@ -34,11 +34,15 @@ class DynamicFilter:
         self._bounds = bounds
         self._world = world
         self._kept: Scored | None = None
-        self.num_groups = 0
-        """Groups kept so far, over all ranks."""
+        self._groups: set[int] = set()  # prompt ids of the groups kept so far, over all ranks
         self.seen: set[int] = set()
         """Prompt ids sampled so far, over all ranks."""
         self._sampled = torch.zeros(3, dtype=torch.float64)  # number of responses, sum of scores, batches of prompts
+
+    @property
+    def num_groups(self) -> int:
+        """Groups kept so far, over all ranks."""
+        return len(self._groups)
 
     def add(self, scored: Scored) -> None:
         """Keep this rank's groups whose mean score lies between the bounds; a collective."""
@@ -46,14 +50,9 @@ class DynamicFilter:
         self._kept = part if self._kept is None else self._kept + part
         local = torch.tensor([len(scored.scores), float(scored.scores.sum()), 0], dtype=torch.float64)
         self._sampled += self._world.sum(local) + torch.tensor([0, 0, 1])
-        prompt_ids = {rollout.prompt.prompt_id for rollout in scored.rollouts}
-        self.seen |= set().union(*self._world.all_gather(prompt_ids))
-        self.num_groups = len(self._groups())
-
-    def _groups(self) -> list[int]:
-        assert self._kept is not None
-        local = {rollout.prompt.prompt_id for rollout in self._kept.rollouts}
-        return sorted({prompt_id for ids in self._world.all_gather(local) for prompt_id in ids})
+        for seen, kept in self._world.all_gather((_prompt_ids(scored), _prompt_ids(part))):
+            self.seen |= seen
+            self._groups |= kept
 
     def take(self, num_groups: int, *, seed: int) -> tuple[Scored, dict[str, float]]:
         """Return this rank's responses of at most num_groups groups, drawn by the seed, and the metrics of filtering.
@@ -62,7 +61,7 @@ class DynamicFilter:
             RuntimeError: all ranks together have kept no group.
         """
         assert self._kept is not None
-        groups = self._groups()
+        groups = sorted(self._groups)
         num_responses, total_score, num_batches = self._sampled.tolist()
         mean_score = total_score / max(num_responses, 1)
         kept = f"{len(groups)} of {num_groups} groups after {num_batches:.0f} batches of prompts"
@@ -76,3 +75,7 @@ class DynamicFilter:
         rows = [row for row, rollout in enumerate(self._kept.rollouts) if rollout.prompt.prompt_id in taken]
         metrics = {"filter/score": mean_score, "filter/batches": num_batches, "filter/groups": float(len(taken))}
         return self._kept.select(rows), metrics
+
+
+def _prompt_ids(scored: Scored) -> set[int]:
+    return {rollout.prompt.prompt_id for rollout in scored.rollouts}
