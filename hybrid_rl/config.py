@@ -1,9 +1,10 @@
 """Every setting of a run, in frozen dataclasses. Imports no torch, so that the command line answers at once."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from hybrid_rl.algorithms.specs import ESTIMATORS
 from hybrid_rl.config_training import AdvantageConfig, OptimizerConfig, PtxConfig, UpdateConfig
@@ -13,6 +14,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "ConfigError",
+    "Findings",
     "LoraConfig",
     "MemoryConfig",
     "ModelsConfig",
@@ -27,6 +29,8 @@ __all__ = [
     "as_dict",
     "check",
 ]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,7 +319,40 @@ class Config:
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work; the message names field, value, rule and remedy."""
+    """A setting, or several, that cannot work; every message names field, value, rule and remedy."""
+
+    def __init__(self, *messages: str) -> None:
+        """Take one sentence per finding."""
+        super().__init__(*messages)
+        self.messages = messages
+
+    def __str__(self) -> str:
+        return "\n".join(self.messages)
+
+
+class Findings:
+    """Collects what several checks find wrong, so that all of it is reported at once."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+        """One sentence per finding."""
+
+    def run(self, checked: Callable[[], T]) -> T | None:
+        """Return what a check returns; None if it raises a ConfigError, whose messages are kept."""
+        try:
+            return checked()
+        except ConfigError as error:
+            self.messages += error.messages
+            return None
+
+    def raise_any(self) -> None:
+        """Raise everything that was found.
+
+        Raises:
+            ConfigError: a check has found something.
+        """
+        if self.messages:
+            raise ConfigError(*dict.fromkeys(self.messages))
 
 
 def check(ok: bool, message: str) -> None:

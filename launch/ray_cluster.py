@@ -157,7 +157,8 @@ def report_failure(error: TrainingFailedError) -> int:
     failures = getattr(error, "worker_failures", {})
     for rank, failure in sorted(failures.items()):
         if isinstance(failure, ConfigError):
-            print_error(failure)
+            for message in failure.messages:
+                print_error(message)
             return 2
         print(f"rank {rank}: {type(failure).__name__}: {failure}", file=sys.stderr)
     if not failures:

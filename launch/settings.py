@@ -79,9 +79,10 @@ def print_error(error: object) -> None:
 
 @contextmanager
 def exit_on_config_error() -> Iterator[None]:
-    """Turn a ConfigError into one sentence on stderr and exit code 2."""
+    """Turn a ConfigError into one sentence per finding on stderr and exit code 2."""
     try:
         yield
     except ConfigError as error:
-        print_error(error)
+        for message in error.messages:
+            print_error(message)
         sys.exit(2)

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import json
 import os
+import pickle
 import resource
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hybrid_rl.config import Config, ConfigError, as_dict
+from hybrid_rl.config import Config, ConfigError, Findings, as_dict, check
 from tests.conftest import VALID_CONFIG, change
 from tests.programs import ProgramResult
 
@@ -273,3 +274,20 @@ def test_more_processes_than_visible_gpus_are_rejected(colocated: ModuleType, mo
     monkeypatch.setattr(colocated, "num_visible_gpus", lambda: 2)
     with pytest.raises(ConfigError, match="--num_processes 4: only 2 GPUs are visible"):
         colocated.launch(Config(), 4)
+
+
+def test_findings_are_reported_together_and_each_once() -> None:
+    findings = Findings()
+    assert findings.run(lambda: 3) == 3
+    for ok, message in (
+        (False, "a.b = 1: wrong"),
+        (True, "never"),
+        (False, "c.d = 2: wrong"),
+        (False, "a.b = 1: wrong"),
+    ):
+        assert findings.run(lambda ok=ok, message=message: check(ok, message)) is None
+    with pytest.raises(ConfigError) as error:
+        findings.raise_any()
+    assert error.value.messages == ("a.b = 1: wrong", "c.d = 2: wrong")
+    assert str(error.value) == "a.b = 1: wrong\nc.d = 2: wrong"
+    assert pickle.loads(pickle.dumps(error.value)).messages == error.value.messages  # Ray sends it between processes
