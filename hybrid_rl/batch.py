@@ -21,6 +21,8 @@ class Prompt:
     """Row number in the data set."""
     text: str
     token_ids: list[int]
+    prefill: str = ""
+    """End of `text` that the chat template writes in the model's name, such as `<think>` and a line break."""
     answer: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     """The row's other columns, which reward functions may read."""
@@ -40,7 +42,12 @@ class Rollout:
     is_truncated: bool
     """Whether the token limit ended the response, and not an EOS or a stop string."""
     text: str
-    """Decoded response without special tokens."""
+    """Response as it is judged: the prompt's prefill and the text of the sampled tokens."""
+
+    @property
+    def full_text(self) -> str:
+        """Text of the whole sequence; the prefill occurs once."""
+        return self.prompt.text.removesuffix(self.prompt.prefill) + self.text
 
 
 @dataclass(frozen=True, kw_only=True)
