@@ -15,7 +15,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,24 +27,32 @@ from hybrid_rl.config import RolloutConfig
 from hybrid_rl.distributed import join_world
 from hybrid_rl.engines import Generation, Sampling
 from hybrid_rl.engines.vllm.engine import VllmEngine
+from hybrid_rl.engines.vllm.sampling import sampling_params
 from hybrid_rl.monitoring.recorder import environment
 
 
 class TokenByToken(VllmEngine):
     """An engine with vLLM's own scheduler, which sends every token at once."""
 
-    def _sampling_params(self, sampling: Sampling, seed: int | None) -> Any:
-        found = super()._sampling_params(sampling, seed)
-        found.flat_logprobs = True
-        return found
-
-    def _generation(self, answer: Any, sampling: Sampling) -> Generation:
-        output = answer.outputs[0]
-        return Generation(
-            token_ids=list(output.token_ids),
-            logprobs=list(output.logprobs.logprobs),
-            is_truncated=output.finish_reason == "length",
-        )
+    def generate(
+        self, prompts: Sequence[list[int]], sampling: Sampling, seeds: Sequence[int] | None
+    ) -> list[Generation]:
+        """Return one response per prompt, whose log-probs vLLM returns."""
+        parameters = [
+            sampling_params(sampling, seed, num_requests=len(prompts)) for seed in seeds or [None] * len(prompts)
+        ]
+        for of_request in parameters:
+            of_request.flat_logprobs = True
+        answers = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False)
+        outputs = [answer.outputs[0] for answer in answers]
+        return [
+            Generation(
+                token_ids=list(output.token_ids),
+                logprobs=list(output.logprobs.logprobs),
+                is_truncated=output.finish_reason == "length",
+            )
+            for output in outputs
+        ]
 
 
 TRACED_STEPS = 20

@@ -224,7 +224,7 @@ def test_a_prefix_cache_that_is_not_dropped_is_an_error(
 ):
     """vLLM does not drop the cache while a request runs."""
     sync, engine = side
-    parameters = sampling_params(Sampling(temperature=0, max_tokens=40, stop_token_ids=()), None)
+    parameters = sampling_params(Sampling(temperature=0, max_tokens=40, stop_token_ids=()), None, num_requests=1)
     for number in range(100):  # the engine runs 16 at a time, which takes much longer than a weight sync
         engine.llm.llm_engine.add_request(f"running {number}", {"prompt_token_ids": [5]}, parameters)
     with pytest.raises(RuntimeError, match="keeps its prefix cache of older weights: requests are still running"):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_rl.engines.vllm.scheduler import LOGPROBS, WholeResponses, whole_response_scheduler
+from hybrid_rl.engines.vllm.scheduler import LOGPROBS, NUM_REQUESTS, WholeResponses, whole_response_scheduler
 
 BLOCK = 16
 
@@ -21,6 +21,9 @@ class Steps:
 
     def add_request(self, request):
         self.requests[request.request_id] = request
+
+    def set_pause_state(self, state):
+        self.state = state
 
     def update_from_output(self, scheduler_output, model_runner_output):
         self.seen = model_runner_output.logprobs
@@ -44,7 +47,7 @@ def make():
     def scheduler(steps, stop=()):
         made = Scheduler(steps=steps, kv_cache_config=Fake(kv_cache_groups=[]))
         for name in ("a", "b"):
-            made.add_request(Fake(request_id=name, sampling_params=Fake(stop=list(stop))))
+            made.add_request(Fake(request_id=name, sampling_params=Fake(stop=list(stop), extra_args=None)))
         return made
 
     return scheduler
@@ -120,16 +123,16 @@ def start_scheduler(tiny, monkeypatch, kind, *, num_blocks, prefix_caching):
     )
 
 
-def add_requests(scheduler, prompts):
-    """Add a request for 40 tokens to each prompt."""
+def add_requests(scheduler, prompts, *, first=0, extra_args=None):
+    """Add a request for 40 tokens to each prompt, named by numbers from `first` on."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
     init_none_hash(sha256)
-    for number, prompt in enumerate(prompts):
-        parameters = SamplingParams(max_tokens=40, logprobs=0, ignore_eos=True, detokenize=False)
+    for number, prompt in enumerate(prompts, first):
+        parameters = SamplingParams(max_tokens=40, logprobs=0, ignore_eos=True, detokenize=False, extra_args=extra_args)
         hasher = get_request_block_hasher(BLOCK, sha256)
         request = Request(str(number), prompt, sampling_params=parameters, pooling_params=None, block_hasher=hasher)
         scheduler.add_request(request)
@@ -181,3 +184,16 @@ def test_sequences_get_the_same_tokens_and_blocks_in_every_step(tiny, monkeypatc
     assert given == found["vllm"][0] and responses == found["vllm"][1]
     assert {len(tokens) for tokens in responses.values()} == {40} and len(responses) == len(prompts)
     assert any(preempted for _, _, preempted in given) == (num_blocks == 12)
+
+
+def test_no_request_is_scheduled_before_all_of_its_generation_have_arrived(tiny, monkeypatch):
+    scheduler = start_scheduler(tiny, monkeypatch, "ours", num_blocks=100, prefix_caching=True)
+    three = {NUM_REQUESTS: 3}
+    for _ in range(2):  # the second generation begins while vLLM still has requests to clean up
+        add_requests(scheduler, [[3], [4]], extra_args=three)
+        assert not scheduler.has_unfinished_requests()
+        assert scheduler.schedule().total_num_scheduled_tokens == 0
+        add_requests(scheduler, [[5, 6]], first=2, extra_args=three)
+        given, responses = run(scheduler)
+        assert given[0][0] == {"0": 1, "1": 1, "2": 2}
+        assert {name: len(tokens) for name, tokens in responses.items()} == {"0": 40, "1": 40, "2": 40}

@@ -94,7 +94,8 @@ class VllmEngine:
                 f"generate: stop strings {list(sampling.stop_strings)}, but the engine started without a tokenizer "
                 "because rollout.stop_strings was empty"
             )
-        parameters = [sampling_params(sampling, None if seeds is None else seeds[i]) for i in range(len(prompts))]
+        each_seed = [None] * len(prompts) if seeds is None else seeds
+        parameters = [sampling_params(sampling, seed, num_requests=len(prompts)) for seed in each_seed]
         requests = [{"prompt_token_ids": ids} for ids in prompts]
         outputs = self.llm.generate(requests, parameters, use_tqdm=False)
         return [to_generation(output, sampling) for output in outputs]

@@ -5,7 +5,7 @@ import inspect
 from typing import Any
 
 from hybrid_rl.engines import Generation, Sampling
-from hybrid_rl.engines.vllm.scheduler import LOGPROBS
+from hybrid_rl.engines.vllm.scheduler import LOGPROBS, NUM_REQUESTS
 
 
 @functools.cache
@@ -16,8 +16,12 @@ def _has_flat_logprobs() -> bool:
     return "flat_logprobs" in inspect.signature(SamplingParams).parameters
 
 
-def sampling_params(sampling: Sampling, seed: int | None) -> Any:
-    """Return vLLM's SamplingParams of one request, every field set so that no default of vLLM has an effect."""
+def sampling_params(sampling: Sampling, seed: int | None, *, num_requests: int) -> Any:
+    """Return vLLM's SamplingParams of one request, every field set so that no default of vLLM has an effect.
+
+    Args:
+        num_requests: number of the requests of this generation; the scheduler waits for all of them.
+    """
     from vllm import SamplingParams
 
     greedy = sampling.temperature == 0
@@ -37,6 +41,7 @@ def sampling_params(sampling: Sampling, seed: int | None) -> Any:
         ignore_eos=True,  # stop_token_ids names every token that ends a response
         logprobs=None if greedy else 0,  # 0: of the sampled token only
         seed=None if greedy else seed,
+        extra_args={NUM_REQUESTS: num_requests},
         **_text_params(sampling),
         **({"flat_logprobs": True} if is_flat else {}),
     )

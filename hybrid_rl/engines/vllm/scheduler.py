@@ -7,6 +7,9 @@ With a small model and many sequences the host decides how fast an engine decode
   per sequence, and each response is sent once.
 - In every step vLLM looks for free memory for each sequence, and for blocks that other sequences can use too. Both
   change only with a token that begins a block, which is every 16th.
+
+It starts with the first step of a generation when all of its requests have arrived. Otherwise the time at which each
+request arrives would decide which ones are computed together, and with that the last bits of the log-probs.
 """
 
 from typing import Any
@@ -15,6 +18,8 @@ from hybrid_rl.engines.vllm.signals import handle_sigterm_in_thread
 
 LOGPROBS = "hybrid_rl_logprobs"
 """Key of a response's log-probs in `kv_transfer_params`, the one dictionary that vLLM passes on unchanged."""
+NUM_REQUESTS = "hybrid_rl_num_requests"
+"""Key of `extra_args` in a request's SamplingParams: number of the requests of one call of generate."""
 
 
 class WholeResponses:
@@ -28,6 +33,7 @@ class WholeResponses:
         super().__init__(**arguments)
         self._kept: dict[str, tuple[list[int], list[float]]] = {}
         self._has_stop_strings = False
+        self._num_missing = 0  # requests of the current call of generate that have not arrived
         groups = arguments["kv_cache_config"].kv_cache_groups
         if [type(group.kv_cache_spec).__name__ for group in groups] == ["FullAttentionSpec"]:
             skip_begun_blocks(self.kv_cache_manager, groups[0].kv_cache_spec.block_size)  # type: ignore[attr-defined]
@@ -38,9 +44,14 @@ class WholeResponses:
         return len(self._kept)
 
     def add_request(self, request: Any) -> None:
-        """Take a request; see vLLM's Scheduler."""
+        """Take a request, and schedule none before all requests of its call of generate are here."""
+        from vllm.v1.core.sched.interface import PauseState
+
         self._has_stop_strings = bool(request.sampling_params.stop)
         super().add_request(request)  # type: ignore[misc]
+        num_requests = (request.sampling_params.extra_args or {}).get(NUM_REQUESTS, 1)
+        self._num_missing = (self._num_missing or num_requests) - 1
+        self.set_pause_state(PauseState.PAUSED_ALL if self._num_missing else PauseState.UNPAUSED)  # type: ignore[attr-defined]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """Return, by client, the outputs of the requests that this step finished; see vLLM's Scheduler."""
