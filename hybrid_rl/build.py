@@ -28,6 +28,7 @@ from hybrid_rl.memory.device import grow_segments
 from hybrid_rl.memory.phases import MemoryManager
 from hybrid_rl.memory.residency import Phase
 from hybrid_rl.memory.tenants import FrozenModule, PooledModule, Resident
+from hybrid_rl.models.determinism import use_deterministic_kernels
 from hybrid_rl.models.loading import choose_dtype, empty_model, load_actor, load_value_model
 from hybrid_rl.models.packed import PackedModel, ValueModel
 from hybrid_rl.models.sequence_parallel import apply_together
@@ -60,6 +61,8 @@ def build(config: Config) -> Run:
         ConfigError: a setting or an input file cannot work, or the models do not fit; before any model loads.
     """
     world = join_world()
+    if config.run.deterministic and world.device.type == "cuda":
+        use_deterministic_kernels()
     check_ranks(config, num_ranks=world.size, ranks_on_nodes=world.ranks_on_nodes())
     plan = plan_run(config, world)
     config = plan.sized(config)

@@ -45,6 +45,9 @@ class RunConfig:
     """Number of steps; a step generates, scores, updates and synchronises the weights once."""
     seed: int = 0
     """Seed of weight initialisation, prompt order and sampling; every rank and every request derives its own."""
+    deterministic: bool = False
+    """Use only GPU kernels that repeat their results bit for bit, so that two runs with one seed and as many ranks give
+    the same metrics and rollouts; slower. A CPU needs no such kernels."""
     resume: Literal["never", "auto", "must"] = "auto"
     """Continue from the latest checkpoint: never, if there is one (auto), or exit with an error if there is none
     (must)."""

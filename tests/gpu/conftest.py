@@ -38,7 +38,7 @@ class RunResult:
     """Largest number of bytes that PyTorch reserved for the trainer of rank 0; NCCL and engines do not count."""
 
     def assert_same_first_step(self, other: "RunResult") -> None:
-        """Both runs sample the same tokens, except where rounding decides: vLLM batches requests by arrival time.
+        """Both runs sample the same tokens, except where rounding decides, which differs with the batches of an engine.
 
         Rewards of equal responses agree within 1e-3. Means over all responses, and values that bfloat16 rounds
         differently in another packing, agree within 5 %.
