@@ -1,5 +1,6 @@
 """Protocols of the two kinds of engines: RolloutEngine generates responses, TrainEngine trains a model."""
 
+import enum
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -74,6 +75,20 @@ class RolloutEngine(WeightReceiver, Protocol):
         ...
 
 
+class FirstWait(enum.Enum):
+    """Where in an optimizer step ranks first wait for each other in a collective.
+
+    Before it a rank whose micro-batch runs out of memory can still tell the others, and the step starts again.
+    """
+
+    FORWARD = "forward"
+    """In every layer of a forward: weights or activations are sharded over ranks."""
+    BACKWARD = "backward"
+    """In every backward, which reduces the gradients of its micro-batch."""
+    STEP = "step"
+    """In the optimizer step, which reduces the gradients of all micro-batches; or never, on a single rank."""
+
+
 class TrainEngine(Protocol):
     """A model with its gradients and its optimizer, sharded over the ranks."""
 
@@ -117,6 +132,15 @@ class TrainEngine(Protocol):
             loss: scalar, normalised over all ranks and micro-batches of the optimizer step.
             is_last: whether it is the last micro-batch before step.
         """
+        ...
+
+    @property
+    def first_wait(self) -> FirstWait:
+        """Where ranks first wait for each other."""
+        ...
+
+    def drop_gradients(self) -> None:
+        """Drop all gradients since the last step, also those of a forward or backward that raised; no collective."""
         ...
 
     def step(self) -> float:

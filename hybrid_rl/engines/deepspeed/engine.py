@@ -35,7 +35,9 @@ from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import set_z3_leaf_modules
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hybrid_rl.engines import FirstWait
 from hybrid_rl.engines.deepspeed.alias import flat_parameters_in
+from hybrid_rl.engines.deepspeed.gradients import delay_reduction, drop_gradients, reduce_delayed, release_weights
 from hybrid_rl.engines.deepspeed.settings import deepspeed_settings, lr_factor, make_optimizer
 from hybrid_rl.engines.deepspeed.shards import Shards
 from hybrid_rl.engines.deepspeed.states import TrainingState
@@ -116,6 +118,8 @@ class DeepSpeedEngine:
         self._served = served_weights(self.model)
         self._num_replicas = world.size // tensor_parallel_size
         self._zero_stage = zero_stage
+        self._is_alone = world.size == 1
+        delay_reduction(self.wrapped, zero_stage=zero_stage)
         adapters = adapter_settings(self.model)
         self.training_state = TrainingState(
             self.wrapped, zero_stage=zero_stage, world=world, adapters=adapters, shards=self._shards
@@ -131,9 +135,24 @@ class DeepSpeedEngine:
         """The Hugging Face model inside the module."""
         return self.wrapped.module.model
 
+    @property
+    def first_wait(self) -> FirstWait:
+        """Where ranks first wait for each other; see TrainEngine."""
+        if self._is_alone:
+            return FirstWait.STEP
+        is_model_parallel = self._shards.size > 1 or self.module.sequence_parallel_group is not None
+        if self._zero_stage == 3 or is_model_parallel:
+            return FirstWait.FORWARD
+        return FirstWait.BACKWARD if self._zero_stage == 2 else FirstWait.STEP
+
     def forward(self, **inputs: Any) -> Any:
         """Run the model; under ZeRO-3 every rank must call it equally often."""
-        return self.wrapped(**inputs)
+        try:
+            return self.wrapped(**inputs)
+        except torch.OutOfMemoryError:
+            if self._zero_stage == 3 and self._is_alone:  # the work can start again with a smaller micro-batch
+                release_weights(self.wrapped)
+            raise
 
     @torch.no_grad()
     def reference_forward(self, **inputs: Any) -> Any:
@@ -145,7 +164,7 @@ class DeepSpeedEngine:
         if not self.has_adapters:
             raise ValueError("reference_forward: the model has no adapters, so its own weights are trained")
         with adapters_disabled(self.model):
-            return self.wrapped(**inputs)
+            return self.forward(**inputs)
 
     @property
     def has_adapters(self) -> bool:
@@ -160,12 +179,17 @@ class DeepSpeedEngine:
         self.wrapped.set_gradient_accumulation_boundary(is_last)
         self.wrapped.backward(loss * self._num_replicas)
 
+    def drop_gradients(self) -> None:
+        """Drop the gradients, so that the optimizer step can start again; see TrainEngine."""
+        drop_gradients(self.wrapped, zero_stage=self._zero_stage)
+
     def step(self) -> float:
         """Take an optimizer step and return the gradient norm before clipping; see TrainEngine.
 
         Raises:
             FloatingPointError: the gradient norm is not finite.
         """
+        reduce_delayed(self.wrapped)
         if self._zero_stage == 0:  # DeepSpeed clips without returning the norm
             norm = self._shards.norm(self.module.parameters())
             self.wrapped.step()
