@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,9 +14,9 @@ from torch import Tensor
 from hybrid_rl.algorithms.kl import KlController
 from hybrid_rl.batch import Rollout, make_train_batch
 from hybrid_rl.checkpoints import saver as checkpoint
-from hybrid_rl.checkpoints.resume import find_checkpoint, make_saver, open_phase_log
-from hybrid_rl.config import Config, check
-from hybrid_rl.data.loading import Data, load_data
+from hybrid_rl.checkpoints.resume import make_saver, open_phase_log
+from hybrid_rl.config import Config
+from hybrid_rl.data.loading import Data
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import RolloutEngine, TrainEngine
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
@@ -29,12 +29,12 @@ from hybrid_rl.memory.phases import MemoryManager
 from hybrid_rl.memory.residency import Phase
 from hybrid_rl.memory.tenants import FrozenModule, PooledModule, Resident
 from hybrid_rl.models.determinism import use_deterministic_kernels
-from hybrid_rl.models.loading import choose_dtype, empty_model, load_actor, load_value_model
+from hybrid_rl.models.loading import choose_dtype, load_actor, load_value_model
 from hybrid_rl.models.packed import PackedModel, ValueModel
 from hybrid_rl.models.sequence_parallel import apply_together
 from hybrid_rl.monitoring.recorder import Recorder
-from hybrid_rl.planning.startup import plan_run
 from hybrid_rl.planning.workload import forward_tokens
+from hybrid_rl.preflight import prepare_run, run_site
 from hybrid_rl.rewards import RemoteScorer, RunningNormalizer
 from hybrid_rl.rewards.reencode import reencode
 from hybrid_rl.rewards.scoring import RewardSources
@@ -43,10 +43,8 @@ from hybrid_rl.steps.ema import EmaWeights, MovingReference
 from hybrid_rl.steps.logprobs import ActorForward, Packing, sequence_values
 from hybrid_rl.steps.ptx import PtxLoss
 from hybrid_rl.steps.update import num_optimizer_steps
-from hybrid_rl.validate import check_ranks
 from hybrid_rl.weights.alias import AliasBuffer
 from hybrid_rl.weights.bucket import AliasedWeights
-from hybrid_rl.weights.layout import why_not_alias
 from hybrid_rl.weights.sync import AliasSync, CopySync, WeightSync
 
 logger = logging.getLogger(__name__)
@@ -63,15 +61,9 @@ def build(config: Config) -> Run:
     world = join_world()
     if config.run.deterministic and world.device.type == "cuda":
         use_deterministic_kernels()
-    check_ranks(config, num_ranks=world.size, ranks_on_nodes=world.ranks_on_nodes())
-    plan = plan_run(config, world)
-    config = plan.sized(config)
+    prepared = prepare_run(config, run_site(world))
+    config, plan, resume_from, state = prepared.config, prepared.plan, prepared.resume_from, prepared.state
     torch.manual_seed(config.run.seed)
-    resume_from = find_checkpoint(config)
-    data = load_data(config, world)
-    state: dict[str, Any] = checkpoint.read_state(resume_from) if resume_from else {"step": 0}
-    if resume_from:
-        data.loader.load_state_dict(state["loader"])  # raises for another data set, before a model loads
     data_parallel = world.data_parallel_group(config.update.sequence_parallel_size * config.update.tensor_parallel_size)
     recorder = Recorder(config, world, data_parallel)
     memory = MemoryManager(
@@ -83,11 +75,12 @@ def build(config: Config) -> Run:
         config=config,
         world=world,
         data_parallel=data_parallel,
-        data=data,
+        data=prepared.data,
         recorder=recorder,
         memory=memory,
         tenants=tenants,
         resume_from=resume_from,
+        aliases_weights=prepared.aliases_weights,
     )
     run = build_models(setup, steps_done=state["step"])
     if resume_from:
@@ -116,6 +109,8 @@ class Setup:
     tenants: Tenants
     resume_from: Path | None
     """Folder of the checkpoint to continue from."""
+    aliases_weights: bool
+    """Whether the rollout engine's parameters are views of the trainer's."""
 
     @functools.cached_property
     def sequence_parallel(self) -> World | None:
@@ -174,7 +169,7 @@ def build_policy(setup: Setup) -> tuple[RolloutEngine, TrainEngine, WeightSync]:
     config, world, timeline = setup.config, setup.world, setup.recorder.timeline
     grow_segments(world.device, is_on=False)  # an earlier run of this process may have turned it on
     alias_buffer = None
-    if aliases_weights(setup):
+    if setup.aliases_weights:
         module = load_policy(setup)
         alias_buffer = AliasBuffer(module.model, world)
         engine = build_rollout_engine(setup, alias_buffer.export())
@@ -194,25 +189,6 @@ def load_policy(setup: Setup) -> PackedModel:
     models, field = setup.config.models, "models.actor"
     actor = load_actor(models.actor, models, setup.world.device, field=field, lora=models.lora)
     return setup.parallelize(actor, models.actor, field=field)
-
-
-def aliases_weights(setup: Setup) -> bool:
-    """Return whether the rollout engine's parameters are views of the trainer's.
-
-    Raises:
-        ConfigError: sync.mode = alias, and a rule forbids it.
-    """
-    config, world = setup.config, setup.world
-    if config.sync.mode == "copy":
-        return False
-    model, _ = empty_model(config.models.actor, field="models.actor", is_policy=True)
-    dtype = choose_dtype(config.models.dtype, world.device)
-    tensors = [(name, tuple(p.shape), dtype) for name, p in model.named_parameters()]
-    obstacle = why_not_alias(config, architecture=type(model).__name__, tensors=tensors)
-    check(obstacle is None or config.sync.mode == "auto", f"sync.mode = alias: {obstacle}")
-    if obstacle and world.is_main:
-        logger.warning("the engine gets copies of the trainer's weights: %s", obstacle)
-    return obstacle is None
 
 
 def build_rollout_engine(setup: Setup, aliased: AliasedWeights | None) -> RolloutEngine:

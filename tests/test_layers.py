@@ -11,7 +11,7 @@ MODULES = sorted(
     p.relative_to(ROOT) for folder in ("hybrid_rl", "kernels", "launch") for p in (ROOT / folder).rglob("*.py")
 )
 
-SPINE = {"run", "build", "stages", "trainer"}  # compose the rooms, so they may import every one
+SPINE = {"run", "preflight", "build", "stages", "trainer"}  # compose the rooms, so they may import every one
 BASE = {"config", "batch", "distributed", "atomic"}
 ROOMS: dict[str, set[str]] = {
     **{name: set() for name in BASE},

@@ -103,17 +103,27 @@ class FrozenModule:
         return sum(t.nbytes for t in self._host)
 
 
-def choose_pool(swap: str, device: torch.device) -> VmmPool | None:
-    """Return the pool for a value of memory.swap; None if DeepSpeed's offload moves the optimizer, or nothing moves.
+def check_pool(swap: str, device: torch.device) -> None:
+    """Check that a value of memory.swap finds what it needs on this machine.
 
     Raises:
         ConfigError: swap is vmm, and the pool is not available.
     """
+    if swap == "vmm" and device.type == "cuda":
+        obstacle = vmm_pool.why_unavailable()
+        check(not obstacle, f"memory.swap = vmm: {obstacle}")
+
+
+def choose_pool(swap: str, device: torch.device) -> VmmPool | None:
+    """Return the pool for a value of memory.swap; None if DeepSpeed's offload moves the optimizer, or nothing moves.
+
+    Raises:
+        ConfigError: see check_pool.
+    """
     if swap not in ("auto", "vmm") or device.type == "cpu":
         return None
-    obstacle = vmm_pool.why_unavailable()
-    check(not obstacle or swap == "auto", f"memory.swap = vmm: {obstacle}")
-    if obstacle:
+    check_pool(swap, device)
+    if obstacle := vmm_pool.why_unavailable():
         logger.warning("memory.swap = auto: DeepSpeed's offload moves the optimizer, because %s", obstacle)
         return None
     return vmm_pool.pool_of(device)

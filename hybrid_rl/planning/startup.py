@@ -8,24 +8,42 @@ from hybrid_rl.memory.device import available_bytes
 from hybrid_rl.planning.advice import describe_alternative, find_fitting_alternative
 from hybrid_rl.planning.plan import GIB, Machine, Plan
 from hybrid_rl.planning.planner import make_plan
-from hybrid_rl.planning.shapes import Shapes, read_shapes
+from hybrid_rl.planning.shapes import Shapes
 
 
-def plan_run(config: Config, world: World) -> Plan:
-    """Return the plan of the run that these ranks are about to start; a collective, with the same result on every rank.
+def measure_machine(world: World) -> Machine:
+    """Return the devices of these ranks with the least memory that is available on any; a collective."""
+    available = min(world.all_gather(available_bytes(world.device)))
+    return machine_of(world.ranks_on_nodes(), available)
+
+
+def machine_of(ranks_on_nodes: list[int], memory_bytes: int) -> Machine:
+    """Return the devices of ranks: by node, or as one node if the nodes have different numbers of ranks.
+
+    Args:
+        ranks_on_nodes: for each rank, the number of ranks on its node.
+        memory_bytes: memory of each device.
+    """
+    size = len(ranks_on_nodes)
+    num_gpus = ranks_on_nodes[0] if len(set(ranks_on_nodes)) == 1 and size % ranks_on_nodes[0] == 0 else size
+    return Machine(gpu_memory_bytes=memory_bytes, num_gpus=num_gpus, num_nodes=size // num_gpus)
+
+
+def settings_on_cpu(config: Config) -> Config:
+    """Return the settings with which a run on a CPU is planned: no tenant moves, and the dtype is known."""
+    dtype = "float32" if config.models.dtype == "auto" else config.models.dtype
+    return replace(config, memory=replace(config.memory, swap="off"), models=replace(config.models, dtype=dtype))
+
+
+def plan_run(config: Config, shapes: Shapes, machine: Machine, *, is_cpu: bool) -> Plan:
+    """Return the plan of a run on a machine.
 
     On a CPU memory is not limited and no tenant moves; the KV cache has at least 1 GiB, because its blocks are larger.
 
     Raises:
-        ConfigError: the run does not fit, see check_plan; a folder holds no model; the engine cannot be sharded.
+        ConfigError: the run does not fit, see check_plan; the engine cannot be sharded.
     """
-    is_cpu = world.device.type == "cpu"
-    if is_cpu:
-        memory = replace(config.memory, swap="off")
-        dtype = "float32" if config.models.dtype == "auto" else config.models.dtype
-        config = replace(config, memory=memory, models=replace(config.models, dtype=dtype))
-    available = min(world.all_gather(available_bytes(world.device)))
-    machine, shapes = Machine(gpu_memory_bytes=available, num_gpus=world.size), read_shapes(config)
+    config = settings_on_cpu(config) if is_cpu else config
     size, heads = config.rollout.tensor_parallel_size, shapes.actor.num_heads
     check(heads % size == 0, f"rollout.tensor_parallel_size = {size}: must divide the actor's {heads} attention heads")
     plan = make_plan(config, machine, shapes)

@@ -21,7 +21,7 @@ from hybrid_rl.planning.engine_memory import ENGINE_CONTEXT_BYTES, GRAPHS_LAYER_
 from hybrid_rl.planning.plan import GIB, Allocation, Machine, Plan
 from hybrid_rl.planning.planner import CONNECTION_BYTES, TRAINER_CONTEXT_BYTES, make_plan
 from hybrid_rl.planning.shapes import read_shapes
-from hybrid_rl.planning.startup import plan_run
+from hybrid_rl.planning.startup import machine_of, measure_machine, plan_run
 from hybrid_rl.planning.tenant_memory import num_restores
 
 SYNC, ROLLOUT, SCORE, UPDATE_CRITIC, UPDATE_ACTOR = Phase
@@ -190,11 +190,22 @@ def test_the_allocations_of_a_phase_add_up_to_its_peak(make_config, estimator):
 
 def test_a_run_on_a_cpu_always_fits_and_keeps_the_residency_table(tiny):
     config = Config(models=ModelsConfig(actor=str(tiny / "policy")), rollout=RolloutConfig(kv_cache_memory_bytes=None))
-    found = plan_run(replace(config, advantage=AdvantageConfig(estimator="reinforce_pp")), join_world())
+    without_critic = replace(config, advantage=AdvantageConfig(estimator="reinforce_pp"))
+    found = plan_run(without_critic, read_shapes(without_critic), measure_machine(join_world()), is_cpu=True)
     assert found.residency == RESIDENCY
     assert found.sized(config).rollout.kv_cache_memory_bytes == GIB
     as_set = replace(config, rollout=RolloutConfig(kv_cache_memory_bytes=5))
     assert found.sized(as_set) == as_set
+
+
+@pytest.mark.parametrize(
+    "ranks_on_nodes, num_gpus, num_nodes",
+    [([1], 1, 1), ([2, 2], 2, 1), ([2, 2, 2, 2], 2, 2), ([1, 1], 1, 2), ([3, 3, 3, 1], 4, 1)],
+)
+def test_the_machine_of_a_run_has_its_nodes_unless_they_differ(ranks_on_nodes, num_gpus, num_nodes):
+    found = machine_of(ranks_on_nodes, 7)
+    assert (found.num_gpus, found.num_nodes, found.gpu_memory_bytes) == (num_gpus, num_nodes, 7)
+    assert found.num_ranks == len(ranks_on_nodes)
 
 
 @pytest.mark.parametrize("swap", ["auto", "vmm", "off"])
