@@ -25,6 +25,7 @@ from hybrid_rl.engines.group import GroupEngine
 from hybrid_rl.engines.start import start_engine
 from hybrid_rl.engines.tenants import EngineTenant, Tenants
 from hybrid_rl.memory.device import grow_segments
+from hybrid_rl.memory.micro_batches import make_limits
 from hybrid_rl.memory.phases import MemoryManager
 from hybrid_rl.memory.residency import Phase
 from hybrid_rl.memory.tenants import FrozenModule, PooledModule, Resident
@@ -42,7 +43,7 @@ from hybrid_rl.run import Run
 from hybrid_rl.steps.ema import EmaWeights, MovingReference
 from hybrid_rl.steps.logprobs import ActorForward, Packing, sequence_values
 from hybrid_rl.steps.ptx import PtxLoss
-from hybrid_rl.steps.update import num_optimizer_steps
+from hybrid_rl.steps.updates import num_optimizer_steps
 from hybrid_rl.weights.alias import AliasBuffer
 from hybrid_rl.weights.bucket import AliasedWeights
 from hybrid_rl.weights.sync import AliasSync, CopySync, WeightSync
@@ -135,6 +136,7 @@ def build_models(setup: Setup, *, steps_done: int) -> Run:
     ema = build_ema(setup, actor)  # copies the actor's weights, so before the actor is released
     admit_parameters(setup, "actor", actor, is_aliased=isinstance(weight_sync, AliasSync))
     critic = build_critic(setup)
+    is_varlen = all(engine.module.uses_varlen for engine in (actor, critic) if engine)
     return Run(
         config=config,
         world=setup.world,
@@ -142,6 +144,7 @@ def build_models(setup: Setup, *, steps_done: int) -> Run:
         data=setup.data,
         recorder=setup.recorder,
         memory=setup.memory,
+        limits=make_limits(config, forward_tokens(config.update, is_varlen=is_varlen), rank=setup.world.rank),
         engine=engine,
         actor=actor,
         critic=critic,
@@ -265,8 +268,7 @@ def build_ptx(setup: Setup) -> PtxLoss | None:
     config, texts = setup.config, setup.data.ptx_texts
     if not texts:
         return None
-    limit = config.update.micro_batch_tokens
-    return PtxLoss(texts, config.ptx, setup.data_parallel, seed=config.run.seed, micro_batch_tokens=limit)
+    return PtxLoss(texts, config.ptx, setup.data_parallel, seed=config.run.seed)
 
 
 # Frozen models
@@ -311,14 +313,14 @@ class RewardModelScorer:
 
     def __init__(self, setup: Setup) -> None:
         """Load the model and release it."""
-        config, path, field = setup.config, setup.config.models.reward, "models.reward"
+        config, rank, path, field = setup.config, setup.world.rank, setup.config.models.reward, "models.reward"
         assert path is not None
         model = load_value_model(path, config.models, setup.world.device, field=field)
         self._model: ValueModel = setup.parallelize(model, path, field=field)
         admit_frozen(setup, "reward_model", self._model)
-        max_tokens = forward_tokens(config.update, is_varlen=self._model.uses_varlen)
-        self._packing = Packing(max_tokens=max_tokens, world=setup.data_parallel)
         self._ranks = setup.sequence_parallel
+        limit = make_limits(config, forward_tokens(config.update, is_varlen=self._model.uses_varlen), rank=rank).forward
+        self._packing = Packing(limit=limit, world=setup.data_parallel, do_others_wait=self._ranks is not None)
         self._tokenizer, self._actor_tokenizer = setup.data.reward_tokenizer, setup.data.tokenizer
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Tensor:

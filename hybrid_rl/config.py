@@ -24,6 +24,7 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
+    "RunError",
     "SyncConfig",
     "UpdateConfig",
     "as_dict",
@@ -331,6 +332,10 @@ class ConfigError(ValueError):
 
     def __str__(self) -> str:
         return "\n".join(self.messages)
+
+
+class RunError(RuntimeError):
+    """What ends a run after it has started, in one sentence with the remedy; the command exits with code 1."""
 
 
 class Findings:

@@ -11,6 +11,7 @@ from hybrid_rl.config import Config
 from hybrid_rl.data.loading import Data
 from hybrid_rl.distributed import World
 from hybrid_rl.engines import RolloutEngine, TrainEngine
+from hybrid_rl.memory.micro_batches import TokenLimits
 from hybrid_rl.memory.phases import MemoryManager
 from hybrid_rl.monitoring.recorder import Recorder
 from hybrid_rl.rewards import RunningNormalizer
@@ -61,6 +62,7 @@ class Run:
     data: Data
     recorder: Recorder
     memory: MemoryManager
+    limits: TokenLimits
     engine: RolloutEngine
     actor: TrainEngine
     critic: TrainEngine | None

@@ -11,12 +11,12 @@ from hybrid_rl.batch import Prompt, Rollout, TrainBatch, make_train_batch
 from hybrid_rl.checkpoints import export as exporting
 from hybrid_rl.checkpoints import saver as checkpoint
 from hybrid_rl.checkpoints.saver import CheckpointPart
+from hybrid_rl.engines import FirstWait
 from hybrid_rl.models.loading import choose_dtype
-from hybrid_rl.planning.workload import forward_tokens
 from hybrid_rl.rewards import scoring
 from hybrid_rl.rewards.scoring import Scored
 from hybrid_rl.run import Metrics, Run
-from hybrid_rl.steps import advantages, logprobs, loss_weights, rollout, update
+from hybrid_rl.steps import advantages, logprobs, loss_weights, rollout, updates
 from hybrid_rl.steps.ema import MovingReference
 
 P = ParamSpec("P")
@@ -127,9 +127,11 @@ def make_batch(run: Run, scored: Scored) -> TrainBatch:
 
 def packing(run: Run) -> logprobs.Packing:
     """Return how forwards without gradient pack sequences."""
-    is_varlen = all(engine.module.uses_varlen for engine in (run.actor, run.critic) if engine)
-    max_tokens = forward_tokens(run.config.update, is_varlen=is_varlen)
-    return logprobs.Packing(max_tokens=max_tokens, world=run.data_parallel)
+    return logprobs.Packing(
+        limit=run.limits.forward,
+        world=run.data_parallel,
+        do_others_wait=run.actor.first_wait is FirstWait.FORWARD,
+    )
 
 
 def compute_logprobs(run: Run, batch: TrainBatch, rollouts: Sequence[Rollout]) -> tuple[TrainBatch, Metrics]:
@@ -187,13 +189,14 @@ def update_critic(run: Run, step: int, batch: TrainBatch) -> Metrics:
     if run.critic is None:
         return {}
     config = run.config
-    metrics = update.update_critic(
+    metrics = updates.update_critic(
         run.critic,
         batch,
         config.update,
         run.data_parallel,
         seed=config.run.seed + step,
         max_response_tokens=config.rollout.max_response_tokens,
+        limit=run.limits.critic,
     )
     if is_save_due(run, step):
         take_snapshot(run, "critic", run.critic)
@@ -212,8 +215,8 @@ def train_actor(run: Run, step: int, batch: TrainBatch) -> Metrics:
     """Take the actor's optimizer steps on the batch, and update its EMA."""
     config, advantage, kl = run.config, run.config.advantage, None
     if run.reference and advantage.kl_in == "loss":
-        kl = update.KlInLoss(coef=run.kl.coef, estimator=advantage.kl_estimator, is_unbiased=advantage.kl_unbiased)
-    metrics = update.update_actor(
+        kl = updates.KlInLoss(coef=run.kl.coef, estimator=advantage.kl_estimator, is_unbiased=advantage.kl_unbiased)
+    metrics = updates.update_actor(
         run.actor,
         batch,
         config.update,
@@ -221,8 +224,9 @@ def train_actor(run: Run, step: int, batch: TrainBatch) -> Metrics:
         seed=config.run.seed + step,
         temperature=config.rollout.temperature,
         max_response_tokens=config.rollout.max_response_tokens,
+        limit=run.limits.actor,
         kl=kl,
-        ptx=run.ptx.backward if run.ptx else None,
+        ptx=run.ptx.next_batch if run.ptx else None,
         ptx_coef=config.ptx.coef if run.ptx else 0.0,
     )
     if run.ema:

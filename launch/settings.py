@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, set_parsing_settings
 
-from hybrid_rl.config import Config, ConfigError
+from hybrid_rl.config import Config, ConfigError, RunError
 from hybrid_rl.validate import validate
 from launch.renamed import RENAMED, accept_former_names
 
@@ -79,10 +79,13 @@ def print_error(error: object) -> None:
 
 @contextmanager
 def exit_on_config_error() -> Iterator[None]:
-    """Turn a ConfigError into one sentence per finding on stderr and exit code 2."""
+    """Turn a ConfigError into one sentence per finding on stderr and exit code 2, and a RunError into exit code 1."""
     try:
         yield
     except ConfigError as error:
         for message in error.messages:
             print_error(message)
         sys.exit(2)
+    except RunError as error:
+        print_error(error)
+        sys.exit(1)

@@ -24,11 +24,12 @@ from hybrid_rl.batch import Prompt, Rollout, TrainBatch, make_train_batch
 from hybrid_rl.config import ModelsConfig, OptimizerConfig, UpdateConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
+from hybrid_rl.memory.micro_batches import TokenLimit
 from hybrid_rl.models.loading import load_actor
 from hybrid_rl.monitoring.recorder import environment
 from hybrid_rl.planning.shapes import read_shape
 from hybrid_rl.steps.logprobs import Packing, token_logprobs
-from hybrid_rl.steps.update import update_actor
+from hybrid_rl.steps.updates import update_actor
 
 GIB = 1 << 30
 
@@ -91,7 +92,7 @@ def measure(arguments: argparse.Namespace, path: str, world: World) -> Iterator[
         config = UpdateConfig(mini_batch_size=num, micro_batch_tokens=tokens)
 
         def score(tokens: int = tokens) -> None:
-            token_logprobs(engine.forward, batch, Packing(max_tokens=tokens, world=world), temperature=1.0)
+            token_logprobs(engine.forward, batch, Packing(limit=TokenLimit(tokens), world=world), temperature=1.0)
 
         def update(config: UpdateConfig = config) -> None:
             update_actor(

@@ -21,7 +21,7 @@ ROOMS: dict[str, set[str]] = {
     "algorithms": {"batch", "algorithms.specs"},
     "validate": {"config", "algorithms.specs"},
     "monitoring": BASE,
-    "memory": {"config", "monitoring"},
+    "memory": {"config", "distributed", "monitoring"},
     "models": {"config", "batch", "distributed"},
     "weights": {"config", "distributed", "monitoring"},
     "checkpoints": {"config", "distributed", "atomic", "models", "weights"},

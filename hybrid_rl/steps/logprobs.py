@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybrid_rl.batch import Packed, TrainBatch, pack, split
 from hybrid_rl.distributed import World
+from hybrid_rl.memory.micro_batches import Attempt, TokenLimit, free_memory
 from hybrid_rl.models.packed import packed_inputs
 
 
@@ -44,10 +45,12 @@ class ValueForward(Protocol):
 class Packing:
     """How a batch is split into forwards without gradient."""
 
-    max_tokens: int
-    """Tokens packed into one forward of this rank."""
+    limit: TokenLimit
+    """Maximum tokens that are packed into one forward of this rank."""
     world: World
     """Ranks that make the same number of forwards."""
+    do_others_wait: bool = False
+    """Whether ranks wait for each other in the middle of a forward, because weights or activations are sharded."""
 
 
 class LogprobGapError(RuntimeError):
@@ -59,10 +62,35 @@ def run_packed(batch: TrainBatch, packing: Packing, run: Callable[[Packed], Tens
     """Return the packed pieces of the whole batch, each with the result of run, which stays on the device.
 
     Every rank makes the same number of calls. Results are not read in between, because reading waits for the device.
+    Where a piece of any rank runs out of memory, all ranks start again with smaller pieces.
+
+    Raises:
+        RunError: a piece runs out of memory and cannot be smaller, or other ranks wait for this one.
     """
-    pieces = packing.world.pad_to_longest(split(batch.sequence_lengths, packing.max_tokens))
-    packs = (pack(batch, rows, packing.world.device) for rows in pieces)
-    return [(packed, run(packed)) for packed in packs]
+    while True:
+        attempt, done = Attempt(packing.limit, packing.world), list[tuple[Packed, Tensor]]()
+        _try(batch, packing, run, attempt, done)
+        if packing.do_others_wait or attempt.succeeded():
+            return done
+        done.clear()
+        free_memory(packing.world.device)
+
+
+def _try(
+    batch: TrainBatch,
+    packing: Packing,
+    run: Callable[[Packed], Tensor],
+    attempt: Attempt,
+    done: list[tuple[Packed, Tensor]],
+) -> None:
+    """Run one piece after the other, until one does not fit."""
+    lengths, world = batch.sequence_lengths, packing.world
+    for rows in world.pad_to_longest(split(lengths, packing.limit.tokens)):
+        with attempt.micro_batch([lengths[row] for row in rows], do_others_wait=packing.do_others_wait):
+            packed = pack(batch, rows, world.device)
+            done.append((packed, run(packed)))
+        if not attempt.has_room:
+            return
 
 
 def token_logprobs(actor: ActorForward, batch: TrainBatch, packing: Packing, *, temperature: float) -> Tensor:

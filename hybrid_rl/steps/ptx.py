@@ -1,13 +1,13 @@
 """The language-model loss on a second data set (ptx), which keeps the policy close to ordinary text."""
 
 import hashlib
-import math
 import random
+from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from hybrid_rl.batch import Prompt, Rollout, TrainBatch, make_train_batch, pack, split
+from hybrid_rl.batch import Prompt, Rollout, TrainBatch, make_train_batch, pack
 from hybrid_rl.config import PtxConfig, check
 from hybrid_rl.distributed import World
 from hybrid_rl.engines import TrainEngine
@@ -24,50 +24,32 @@ class PtxLoss:
     Source: Ouyang et al. 2022 (InstructGPT, arXiv 2203.02155), the last term of equation 2.
     """
 
-    def __init__(
-        self, texts: list[list[int]], config: PtxConfig, world: World, *, seed: int, micro_batch_tokens: int
-    ) -> None:
+    def __init__(self, texts: list[list[int]], config: PtxConfig, world: World, *, seed: int) -> None:
         """Start at the first text.
 
         Args:
-            texts:              token ids of each text, at least 2.
-            world:              ranks that hold different texts.
-            micro_batch_tokens: tokens packed into one forward.
+            texts: token ids of each text, at least 2.
+            world: ranks that hold different texts.
         """
         self._texts = texts
         self._config = config
         self._world = world
         self._seed = seed
-        self._micro_batch_tokens = micro_batch_tokens
         self._position = 0
         self._fingerprint = hashlib.sha256(repr((seed, texts)).encode()).hexdigest()[:16]
         self._epoch, self._order = -1, list[int]()
 
-    def backward(self, engine: TrainEngine) -> float:
-        """Accumulate the gradient of the next batch of texts; the policy's backward follows, before the optimizer step.
-
-        Returns:
-            The mean negative log-prob per predicted token over all ranks, not multiplied by coef.
-        Raises:
-            FloatingPointError: the mean is not finite.
-        """
+    def next_batch(self) -> "PtxBatch":
+        """Return this rank's texts of the next batch, whose gradient an optimizer step of the policy adds."""
         drawn = [self._text(self._position + place) for place in range(self._config.batch_size)]
         self._position += len(drawn)
-        num_tokens = sum(len(text) - 1 for text in drawn)
-        batch = _as_batch(drawn[self._world.rank :: self._world.size])
-        total = torch.zeros((), dtype=torch.float64, device=self._world.device)
-        for piece in self._world.pad_to_longest(split(batch.sequence_lengths, self._micro_batch_tokens)):
-            packed = pack(batch, piece, self._world.device)
-            logprobs, _ = engine.forward(
-                **packed_inputs(packed), index=packed.response_index, targets=packed.targets, temperature=1.0
-            )
-            loss = -logprobs.sum() / num_tokens
-            engine.backward(self._config.coef * loss, is_last=False)
-            total += loss.detach().double()
-        mean = float(self._world.sum(total.cpu()))
-        if not math.isfinite(mean):
-            raise FloatingPointError(f"ptx loss is {mean} up to text {self._position} of the stream")
-        return mean
+        return PtxBatch(
+            batch=_as_batch(drawn[self._world.rank :: self._world.size]),
+            num_tokens=sum(len(text) - 1 for text in drawn),
+            coef=self._config.coef,
+            world=self._world,
+            name=f"texts {self._position - len(drawn) + 1} to {self._position} of the stream of ptx.path",
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the stream as JSON values, the same on every rank."""
@@ -94,6 +76,42 @@ class PtxLoss:
             self._epoch, self._order = epoch, list(range(len(self._texts)))
             random.Random(f"ptx {self._seed} {epoch}").shuffle(self._order)
         return self._texts[self._order[place]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PtxBatch:
+    """This rank's texts of one optimizer step, as a part of its loss; see steps.updates.optimizer_step.LossPart."""
+
+    batch: TrainBatch
+    num_tokens: int
+    """Predicted tokens of the texts of all ranks."""
+    coef: float
+    world: World
+    name: str
+    """Name of the texts of all ranks, for error messages."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each text."""
+        return self.batch.sequence_lengths
+
+    @property
+    def rows(self) -> list[int]:
+        """All texts."""
+        return list(range(len(self.batch)))
+
+    def micro_batch(self, engine: TrainEngine, rows: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of some of the texts, and its part of the mean negative log-prob per predicted token."""
+        packed = pack(self.batch, rows, self.world.device)
+        logprobs, _ = engine.forward(
+            **packed_inputs(packed), index=packed.response_index, targets=packed.targets, temperature=1.0
+        )
+        loss = -logprobs.sum() / self.num_tokens
+        return self.coef * loss, {"ptx_loss": loss}
+
+    def describe(self, rows: list[int]) -> str:
+        """Return the name of the batch, whatever the rows."""
+        return self.name
 
 
 def _as_batch(texts: list[list[int]]) -> TrainBatch:

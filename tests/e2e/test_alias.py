@@ -17,6 +17,7 @@ from hybrid_rl.engines import Generation, Sampling
 from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.engines.vllm.engine import VllmEngine
 from hybrid_rl.engines.vllm.sampling import sampling_params
+from hybrid_rl.memory.micro_batches import TokenLimit
 from hybrid_rl.memory.residency import Phase
 from hybrid_rl.monitoring.timeline import Timeline
 from hybrid_rl.run import Run
@@ -67,7 +68,7 @@ class Pair:
         ]
         batch = make_train_batch(rollouts)
         ours = token_logprobs(
-            self.run.actor.forward, batch, Packing(max_tokens=48, world=self.run.world), temperature=1.0
+            self.run.actor.forward, batch, Packing(limit=TokenLimit(48), world=self.run.world), temperature=1.0
         )
         return float((batch.rollout_logprobs - ours).abs()[batch.response_mask].max())
 

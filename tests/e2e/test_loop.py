@@ -26,6 +26,7 @@ from hybrid_rl.build import build
 from hybrid_rl.config import Config
 from hybrid_rl.engines import Generation, Sampling
 from hybrid_rl.memory.phases import PhaseError
+from hybrid_rl.memory.micro_batches import TokenLimit
 from hybrid_rl.memory.residency import Phase
 from hybrid_rl.run import Run
 from hybrid_rl.steps.logprobs import Packing, token_logprobs
@@ -167,7 +168,7 @@ def test_every_token_of_the_trained_actor_has_ratio_1(live: Live, temperature: f
         for row, (prompt, generation) in enumerate(zip(run.data.eval_prompts, live.generate(temperature), strict=True))
     ]
     batch = make_train_batch(rollouts)
-    packing = Packing(max_tokens=48, world=run.world)
+    packing = Packing(limit=TokenLimit(48), world=run.world)
     ours = token_logprobs(run.actor.forward, batch, packing, temperature=temperature)
     assert largest_ratio_error(batch.rollout_logprobs, ours, batch.response_mask) <= 1e-4
     others = token_logprobs(run.actor.forward, batch, packing, temperature=1.6 - temperature)

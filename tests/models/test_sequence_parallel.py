@@ -29,12 +29,13 @@ from hybrid_rl.config import ConfigError, LoraConfig, ModelsConfig, OptimizerCon
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
 from hybrid_rl.engines.deepspeed.ulysses import enable_sequence_parallel
+from hybrid_rl.memory.micro_batches import TokenLimit
 from hybrid_rl.models.loading import load_actor, load_value_model
 from hybrid_rl.models.packed import packed_inputs
 from hybrid_rl.models.sequence_parallel import apply_together, check_heads, pad_to_ranks
 from hybrid_rl.steps.logprobs import Packing, sequence_values, token_logprobs, token_values
 from hybrid_rl.steps.ptx import PtxLoss
-from hybrid_rl.steps.update import KlInLoss, update_actor, update_critic
+from hybrid_rl.steps.updates import KlInLoss, update_actor, update_critic
 from tests.conftest import make_rollout
 
 CPU = torch.device("cpu")
@@ -126,7 +127,7 @@ def run_case(case: Case, world: World, group: World | None, folder: Path, tiny: 
         entropy_coef=0.01,
         clip_high=0.4,
     )
-    batch, packing = make_batch(), Packing(max_tokens=case.micro_batch_tokens, world=data_parallel)
+    batch, packing = make_batch(), Packing(limit=TokenLimit(case.micro_batch_tokens), world=data_parallel)
     options: dict[str, Any] = {"seed": 7, "max_response_tokens": 8}
     if case.role == "critic":
         path = str(tiny / "reward")
@@ -146,8 +147,8 @@ def run_case(case: Case, world: World, group: World | None, folder: Path, tiny: 
             options["kl"] = KlInLoss(coef=0.5, estimator="k2", is_unbiased=False)
         if case.ptx:
             texts = [[3, 4, 5], [9, 8, 7, 6, 5], [20, 21], [2, 3, 2, 3]]
-            ptx = PtxLoss(texts, PtxConfig(batch_size=3), data_parallel, seed=1, micro_batch_tokens=24)
-            options |= {"ptx": ptx.backward, "ptx_coef": 0.1}
+            ptx = PtxLoss(texts, PtxConfig(batch_size=3), data_parallel, seed=1)
+            options |= {"ptx": ptx.next_batch, "ptx_coef": 0.1}
         metrics = update_actor(engine, batch, config, data_parallel, temperature=0.8, **options)
     with engine.gathered([name for name, _, _ in engine.named_shapes()]) as tensors:
         return {"scores": scores, "metrics": metrics, "weights": {name: t.clone() for name, t in tensors.items()}}

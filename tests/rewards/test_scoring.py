@@ -11,6 +11,7 @@ import torch
 from hybrid_rl.batch import make_train_batch
 from hybrid_rl.config import ModelsConfig, RewardConfig
 from hybrid_rl.distributed import World, join_world
+from hybrid_rl.memory.micro_batches import TokenLimit
 from hybrid_rl.models.loading import load_value_model
 from hybrid_rl.rewards import RunningNormalizer, ScorerPool
 from hybrid_rl.rewards.scoring import (
@@ -39,7 +40,7 @@ def model_of(folder: Path, spoil: float | None = None):
     critic = load_value_model(str(folder / "reward"), ModelsConfig(), CPU, field="models.reward")
     if spoil is not None:
         critic.model.model.embed_tokens.weight.data[5] = spoil  # token 5 is in the sequences of prompts 20 and 23
-    packing = Packing(max_tokens=64, world=WORLD)
+    packing = Packing(limit=TokenLimit(64), world=WORLD)
     return lambda rollouts: sequence_values(critic, make_train_batch(rollouts), packing)
 
 

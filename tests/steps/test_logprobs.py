@@ -8,6 +8,7 @@ import torch
 from hybrid_rl.batch import Rollout, TrainBatch, make_train_batch
 from hybrid_rl.config import ModelsConfig
 from hybrid_rl.distributed import World
+from hybrid_rl.memory.micro_batches import TokenLimit
 from hybrid_rl.models.loading import load_actor, load_value_model
 from hybrid_rl.steps.logprobs import (
     LogprobGapError,
@@ -28,7 +29,7 @@ def batch(five_rollouts: list[Rollout]) -> TrainBatch:
 
 
 def packing(max_tokens: int = 64) -> Packing:
-    return Packing(max_tokens=max_tokens, world=WORLD)
+    return Packing(limit=TokenLimit(max_tokens), world=WORLD)
 
 
 @pytest.fixture(scope="module")

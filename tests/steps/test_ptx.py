@@ -14,10 +14,11 @@ from hybrid_rl.batch import make_train_batch
 from hybrid_rl.config import ConfigError, ModelsConfig, OptimizerConfig, PtxConfig, UpdateConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
+from hybrid_rl.memory.micro_batches import TokenLimit
 from hybrid_rl.models.loading import load_actor
 from hybrid_rl.steps.logprobs import Packing, token_logprobs
 from hybrid_rl.steps.ptx import PtxLoss
-from hybrid_rl.steps.update import update_actor
+from hybrid_rl.steps.updates import update_actor
 from tests.conftest import make_rollout
 
 CPU = torch.device("cpu")
@@ -31,31 +32,25 @@ def make_engine(folder: Path, world: World, stage: int = 2) -> DeepSpeedEngine:
     return DeepSpeedEngine(actor, settings, zero_stage=stage, total_steps=9, world=world)
 
 
-def make_loss(world: World, *, batch_size: int = 3, tokens: int = 10, seed: int = 5, texts=TEXTS) -> PtxLoss:
+def make_loss(world: World, *, batch_size: int = 3, seed: int = 5, texts=TEXTS) -> PtxLoss:
     config = PtxConfig(path="texts.jsonl", coef=0.3, batch_size=batch_size)
-    return PtxLoss(texts, config, world, seed=seed, micro_batch_tokens=tokens)
+    return PtxLoss(texts, config, world, seed=seed)
 
 
-def finish(engine: DeepSpeedEngine) -> float:
-    """Take the optimizer step after a last backward with gradient 0, in place of the policy's."""
-    one = torch.zeros(1, dtype=torch.int64)
-    logprobs, _ = engine.forward(
-        input_ids=one[None],
-        position_ids=one[None],
-        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
-        max_length=1,
-        index=one,
-        targets=one,
-        temperature=1.0,
-    )
-    engine.backward(0 * logprobs.sum(), is_last=True)
-    return engine.step()
+def step(engine: DeepSpeedEngine, loss: PtxLoss, world: World, tokens: int = 10) -> tuple[float, float]:
+    """Take an optimizer step on the texts and a response with advantage 0; return ptx loss and gradient norm."""
+    batch = make_train_batch([make_rollout([3], [4], sequence_id=world.rank)])
+    batch = batch.with_fields(advantages=torch.zeros(1, 1), old_logprobs=batch.rollout_logprobs)
+    config = UpdateConfig(mini_batch_size=world.size, policy_loss="pg")
+    options = {"seed": 0, "temperature": 1.0, "max_response_tokens": 3, "limit": TokenLimit(tokens)}
+    metrics = update_actor(engine, batch, config, world, ptx=loss.next_batch, ptx_coef=0.3, **options)
+    return metrics["ptx_loss"], metrics["grad_norm"]
 
 
 def train(folder: Path, world: World, *, stage: int = 2, batch_size: int = 3, tokens: int = 10) -> dict[str, Any]:
     """Return the losses and gradient norms of three steps, and the weights after them."""
-    engine, loss = make_engine(folder, world, stage), make_loss(world, batch_size=batch_size, tokens=tokens)
-    numbers = [(loss.backward(engine), finish(engine)) for _ in range(3)]
+    engine, loss = make_engine(folder, world, stage), make_loss(world, batch_size=batch_size)
+    numbers = [step(engine, loss, world, tokens) for _ in range(3)]
     with engine.gathered([name for name, _, _ in engine.named_shapes()]) as tensors:
         return {"numbers": numbers, "weights": {name: t.clone() for name, t in tensors.items()}}
 
@@ -102,7 +97,7 @@ def norm_of(oracle: torch.nn.Module) -> float:
 def test_step_follows_the_formula(tiny, world):
     """-0.3 times the mean over all predicted tokens of an epoch, with transformers' logits and PyTorch's AdamW."""
     engine, loss = make_engine(tiny, world), make_loss(world, batch_size=5)
-    mean, norm = loss.backward(engine), finish(engine)
+    mean, norm = step(engine, loss, world)
 
     oracle = AutoModelForCausalLM.from_pretrained(tiny / "policy")
     expected = mean_loss(oracle)
@@ -120,10 +115,10 @@ def test_policy_and_texts_add_up_in_a_step(tiny, world):
     responses = [([3, 4], [5, 6, 0], 1.5), ([7], [8, 0], -0.5)]
     rollouts = [make_rollout(prompt, response, prompt_id=i) for i, (prompt, response, _) in enumerate(responses)]
     batch = make_train_batch(rollouts)
-    old_logprobs = token_logprobs(engine.module, batch, Packing(max_tokens=99, world=world), temperature=1.0)
+    old_logprobs = token_logprobs(engine.module, batch, Packing(limit=TokenLimit(99), world=world), temperature=1.0)
     advantages = torch.tensor([[advantage] * 3 for *_, advantage in responses])
     batch = batch.with_fields(old_logprobs=old_logprobs, advantages=advantages)
-    settings = {"seed": 0, "temperature": 1.0, "max_response_tokens": 3, "ptx": loss.backward, "ptx_coef": 0.3}
+    settings = {"seed": 0, "temperature": 1.0, "max_response_tokens": 3, "ptx": loss.next_batch, "ptx_coef": 0.3}
     metrics = update_actor(engine, batch, UpdateConfig(mini_batch_size=2), world, **settings)
 
     oracle = AutoModelForCausalLM.from_pretrained(tiny / "policy")
@@ -152,32 +147,28 @@ def test_two_ranks_give_what_one_gives(tiny, world, on_two_ranks):
         assert all(torch.equal(weight, other["weights"][name]) for name, weight in one["weights"].items())
 
 
-# The stream of texts: the policy does not change here, so that the loss identifies the text
+def draw(loss: PtxLoss, number: int) -> list[list[list[int]]]:
+    """Return the texts of the next batches."""
+    return [[sequence.tolist() for sequence in loss.next_batch().batch.sequences] for _ in range(number)]
 
 
-def draw(engine: DeepSpeedEngine, loss: PtxLoss, number: int) -> list[float]:
-    return [round(loss.backward(engine), 4) for _ in range(number)]
-
-
-def test_every_epoch_has_every_text_in_an_order_of_its_own(tiny, world):
-    engine = make_engine(tiny, world)
-    seen = draw(engine, make_loss(world, batch_size=1), 20)
+def test_every_epoch_has_every_text_in_an_order_of_its_own(world):
+    seen = [text for (text,) in draw(make_loss(world, batch_size=1), 20)]
     epochs = [seen[start : start + 5] for start in range(0, 20, 5)]
-    assert len(set(seen)) == 5 and all(sorted(epoch) == sorted(set(seen)) for epoch in epochs)
-    assert len(set(map(tuple, epochs))) > 1
-    assert draw(engine, make_loss(world, batch_size=1), 20) == seen
-    assert draw(engine, make_loss(world, batch_size=1, seed=6), 20) != seen
+    assert all(sorted(epoch) == sorted(TEXTS) for epoch in epochs)
+    assert any(epoch != epochs[0] for epoch in epochs)
+    assert [text for (text,) in draw(make_loss(world, batch_size=1), 20)] == seen
+    assert [text for (text,) in draw(make_loss(world, batch_size=1, seed=6), 20)] != seen
 
 
-def test_stream_continues_from_its_state(tiny, world):
-    engine = make_engine(tiny, world)
+def test_stream_continues_from_its_state(world):
     loss = make_loss(world, batch_size=2)
-    draw(engine, loss, 4)  # in the middle of the second epoch
+    draw(loss, 4)  # in the middle of the second epoch
     state = json.loads(json.dumps(loss.state_dict()))
-    expected = draw(engine, loss, 5)
+    expected = draw(loss, 5)
     other = make_loss(world, batch_size=2)
     other.load_state_dict(state)
-    assert draw(engine, other, 5) == expected
+    assert draw(other, 5) == expected
 
 
 @pytest.mark.parametrize("changes", [{"seed": 6}, {"texts": TEXTS[:4]}])
@@ -190,8 +181,9 @@ def test_state_of_another_stream_is_refused(world, changes):
 def test_loss_that_is_not_finite_is_an_error(tiny, world):
     engine = make_engine(tiny, world)
     engine.model.model.norm.weight.data.fill_(math.nan)
-    with pytest.raises(FloatingPointError, match="ptx loss is nan up to text 3 of the stream"):
-        make_loss(world).backward(engine)
+    name = r"loss is nan in a micro-batch of texts 1 to 3 of the stream of ptx\.path"
+    with pytest.raises(FloatingPointError, match=name):
+        step(engine, make_loss(world), world)
 
 
 if __name__ == "__main__":

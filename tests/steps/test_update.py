@@ -15,9 +15,10 @@ from hybrid_rl.batch import TrainBatch, make_train_batch
 from hybrid_rl.config import ModelsConfig, OptimizerConfig, UpdateConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
+from hybrid_rl.memory.micro_batches import TokenLimit
 from hybrid_rl.models.loading import load_actor, load_value_model
 from hybrid_rl.steps.logprobs import Packing, token_logprobs
-from hybrid_rl.steps.update import KlInLoss, balance_mini_batches, num_optimizer_steps, update_actor, update_critic
+from hybrid_rl.steps.updates import KlInLoss, balance_mini_batches, num_optimizer_steps, update_actor, update_critic
 from tests.conftest import make_rollout
 
 ROOT = Path(__file__).parents[2]
@@ -160,7 +161,7 @@ def test_ratio_one_is_plain_policy_gradient(tiny, world):
     folder = tiny / "policy"
     actor = load_actor(str(folder), ModelsConfig(), CPU)
     batch = make_batch(tuple(range(8)))
-    packing = Packing(max_tokens=24, world=world)
+    packing = Packing(limit=TokenLimit(24), world=world)
     batch = batch.with_fields(old_logprobs=token_logprobs(actor, batch, packing, temperature=0.8))
     settings = OptimizerConfig(lr=1e-2, eps=1e-3, max_grad_norm=1e9)
     engine = DeepSpeedEngine(actor, settings, zero_stage=2, total_steps=9, world=world)
@@ -188,7 +189,7 @@ def test_no_clipping_at_ratio_one_even_with_bounds_of_zero(tiny, world):
     engine = DeepSpeedEngine(actor, OPTIMIZER, zero_stage=2, total_steps=9, world=world)
     batch = make_batch((0, 2, 5))
     batch = batch.with_fields(
-        old_logprobs=token_logprobs(actor, batch, Packing(max_tokens=99, world=world), temperature=1.0)
+        old_logprobs=token_logprobs(actor, batch, Packing(limit=TokenLimit(99), world=world), temperature=1.0)
     )
     config = UpdateConfig(mini_batch_size=3)
     metrics = update_actor(engine, batch, config, world, seed=0, temperature=1.0, max_response_tokens=8)
@@ -350,7 +351,7 @@ def test_loss_weights_scale_each_tokens_loss(tiny, world):
 
 def test_kl_in_the_loss_pulls_to_the_reference(tiny, world):
     actor = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
-    batch, packing = make_batch(tuple(range(8))), Packing(max_tokens=24, world=world)
+    batch, packing = make_batch(tuple(range(8))), Packing(limit=TokenLimit(24), world=world)
     old = token_logprobs(actor, batch, packing, temperature=0.8)
     rest = {"advantages": torch.zeros_like(old), "old_logprobs": old}
     kl = KlInLoss(coef=0.5, estimator="k2", is_unbiased=False)

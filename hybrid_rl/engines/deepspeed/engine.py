@@ -118,7 +118,6 @@ class DeepSpeedEngine:
         self._served = served_weights(self.model)
         self._num_replicas = world.size // tensor_parallel_size
         self._zero_stage = zero_stage
-        self._is_alone = world.size == 1
         delay_reduction(self.wrapped, zero_stage=zero_stage)
         adapters = adapter_settings(self.model)
         self.training_state = TrainingState(
@@ -144,6 +143,10 @@ class DeepSpeedEngine:
         if self._zero_stage == 3 or is_model_parallel:
             return FirstWait.FORWARD
         return FirstWait.BACKWARD if self._zero_stage == 2 else FirstWait.STEP
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._num_replicas * self._shards.size == 1
 
     def forward(self, **inputs: Any) -> Any:
         """Run the model; under ZeRO-3 every rank must call it equally often."""
