@@ -69,7 +69,7 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     """Weight decay of matrices; biases and norms have none."""
     max_grad_norm: float = 1.0
-    """Maximum global norm of the gradient, which is scaled down to it."""
+    """Maximum global norm of the gradient, which is scaled down to it; 0 is off."""
     warmup_steps: int = 0
     """Optimizer steps of linear warm-up; 0 is none."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

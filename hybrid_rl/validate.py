@@ -1,10 +1,21 @@
 """The rules of the settings that can be checked without a file or a device. Imports no torch."""
 
-import dataclasses
+import functools
+import re
 from collections.abc import Iterable
 
 from hybrid_rl.algorithms.specs import ESTIMATORS, POLICY_LOSSES
-from hybrid_rl.config import Config, check
+from hybrid_rl.config import Config, ConfigError, Findings, check
+from hybrid_rl.ranges import broken_values
+from hybrid_rl.setting_paths import broken_paths, expand_home
+from hybrid_rl.setting_types import (
+    broken_sections,
+    broken_types,
+    get_setting,
+    section_types,
+    setting_types,
+    with_settings,
+)
 
 
 def group_sizes(config: Config) -> dict[str, int]:
@@ -34,68 +45,9 @@ def check_ranks(config: Config, *, num_ranks: int, ranks_on_nodes: Iterable[int]
             check(number % size == 0, f"{field}: must divide the ranks of every node, and a node has {number}")
 
 
-def _check_positive(config: Config) -> None:
-    for section, names in {
-        "run": ["num_steps", "eval_samples"],
-        "models": ["ema_decay"],
-        "prompts": ["max_prompt_tokens", "num_generated", "max_eval_samples"],
-        "rollout": [
-            "tensor_parallel_size",
-            "rollout_batch_size",
-            "group_size",
-            "max_response_tokens",
-            "temperature",
-            "max_num_seqs",
-        ],
-        "reward": ["timeout_s", "num_workers", "remote_timeout_s", "clip"],
-        "advantage": ["length_adaptive_alpha", "kl_target", "kl_horizon"],
-        "update": [
-            "num_epochs",
-            "mini_batch_size",
-            "micro_batch_tokens",
-            "sequence_parallel_size",
-            "tensor_parallel_size",
-            "dual_clip",
-        ],
-        "ptx": ["batch_size", "max_tokens"],
-        "sync": ["bucket_bytes"],
-        "checkpoint": ["keep_last"],
-    }.items():
-        for name in names:
-            value = getattr(getattr(config, section), name)
-            check(value is None or value > 0, f"{section}.{name} = {value}: must be greater than 0")
-
-
-def _check_not_negative(config: Config) -> None:
-    update, rollout = config.update, config.rollout
-    values = {
-        "run.eval_every_steps": config.run.eval_every_steps,
-        "reward.truncation_penalty": config.reward.truncation_penalty,
-        "reward.overlong_buffer": config.reward.overlong_buffer,
-        "reward.overlong_penalty": config.reward.overlong_penalty,
-        "reward.remote_retries": config.reward.remote_retries,
-        "models.reference_sync_steps": config.models.reference_sync_steps,
-        "models.lora.rank": config.models.lora.rank,
-        "rollout.dynamic_filtering_max_retries": rollout.dynamic_filtering_max_retries,
-        "advantage.kl_coef": config.advantage.kl_coef,
-        "update.clip_high": update.clip_high,
-        "update.value_clip": update.value_clip or 0,
-        "update.critic_warmup_steps": update.critic_warmup_steps,
-        "sync.num_verified": config.sync.num_verified,
-        "checkpoint.every_steps": config.checkpoint.every_steps,
-    }
-    for name in ("actor", "critic"):
-        optimizer = dataclasses.asdict(getattr(update, name))
-        values |= {f"update.{name}.{key}": value for key, value in optimizer.items() if isinstance(value, int | float)}
-    for key, value in values.items():
-        check(value >= 0, f"{key} = {value}: must not be negative")
-
-
 def _check_algorithms(config: Config) -> None:
-    """The algorithms exist and take the settings that are given; a Config made in code has passed no parser."""
+    """The algorithms take the settings that are given."""
     estimator, policy_loss = config.advantage.estimator, config.update.policy_loss
-    _check_choice("advantage.estimator", estimator, ESTIMATORS)
-    _check_choice("update.policy_loss", policy_loss, POLICY_LOSSES)
     check(
         not ESTIMATORS[estimator].compares_group or config.rollout.group_size >= 2,
         f"rollout.group_size = {config.rollout.group_size}: advantage.estimator = {estimator} needs 2 or more",
@@ -109,9 +61,12 @@ def _check_algorithms(config: Config) -> None:
         )
     clip_low, dual_clip = config.update.clip_low, config.update.dual_clip
     is_unbounded = clip_low == 1 and POLICY_LOSSES[policy_loss].is_lower_bound_optional
-    check(0 <= clip_low < 1 or is_unbounded, f"update.clip_low = {clip_low}: must lie in [0, 1)")
+    unbounded = " or ".join(name for name, spec in POLICY_LOSSES.items() if spec.is_lower_bound_optional)
+    check(
+        clip_low < 1 or is_unbounded,
+        f"update.clip_low = {clip_low}: must be below 1 unless update.policy_loss = {unbounded}",
+    )
     if dual_clip is not None:
-        check(dual_clip > 1, f"update.dual_clip = {dual_clip}: must be greater than 1")
         with_dual_clip = " or ".join(name for name, spec in POLICY_LOSSES.items() if spec.takes_dual_clip)
         check(
             POLICY_LOSSES[policy_loss].takes_dual_clip,
@@ -119,19 +74,13 @@ def _check_algorithms(config: Config) -> None:
         )
 
 
-def _check_choice(field: str, value: str, choices: Iterable[str]) -> None:
-    check(value in choices, f"{field} = {value}: must be one of {', '.join(choices)}")
-
-
 def _check_sources(config: Config) -> None:
     """There is a model to train, there are prompts, and there is a source of scores."""
     reward, profiled = config.reward, config.run.profile_steps
     check(
-        profiled is None or 1 <= profiled[0] <= profiled[1],
-        f"run.profile_steps = {list(profiled or [])}: must be a first and a last step, from 1 on",
+        profiled is None or profiled[0] <= profiled[1],
+        f"run.profile_steps = {list(profiled or [])}: must be a first and a last step, which is not before it",
     )
-    check(bool(config.models.actor), "models.actor is empty: give a Hugging Face folder")
-    check(bool(config.prompts.path), "prompts.path is empty: give a file, a dataset folder or reasoning_gym:<task>")
     check(
         config.models.reward is not None or bool(reward.functions) or bool(reward.remote_urls),
         "models.reward is null, reward.functions and reward.remote_urls are empty: one must score the responses",
@@ -170,11 +119,8 @@ def _check_sizes(config: Config) -> None:
 
 
 def _check_advantage(config: Config) -> None:
-    """Discounts are fractions, and the settings of the KL penalty fit together."""
+    """The settings of the KL penalty fit together."""
     advantage = config.advantage
-    for name in ("gamma", "gae_lambda", "critic_lambda"):
-        value = getattr(advantage, name)
-        check(value is None or 0 <= value <= 1, f"advantage.{name} = {value}: must lie in [0, 1]")
     check(
         not advantage.kl_unbiased or advantage.kl_in == "loss",
         "advantage.kl_unbiased = true: needs advantage.kl_in = loss; a KL in the reward has no gradient of its own",
@@ -190,8 +136,8 @@ def _check_advantage(config: Config) -> None:
     )
 
 
-def _check_reference_and_ema(config: Config) -> None:
-    """A reference that moves is a model of its own, and copies move by a fraction."""
+def _check_reference(config: Config) -> None:
+    """A reference that moves is a model of its own."""
     models = config.models
     if models.reference_sync_steps:
         check(
@@ -199,16 +145,10 @@ def _check_reference_and_ema(config: Config) -> None:
             f"models.reference_sync_steps = {models.reference_sync_steps}: needs a reference of its own; set "
             "advantage.kl_coef above 0 and, with models.lora, models.reference",
         )
-    alpha = models.reference_mixup_alpha
-    check(0 < alpha <= 1, f"models.reference_mixup_alpha = {alpha}: must lie in (0, 1]")
-    check(
-        models.ema_decay is None or models.ema_decay < 1, f"models.ema_decay = {models.ema_decay}: must lie in (0, 1)"
-    )
 
 
 def _check_rollout(config: Config) -> None:
     """Responses can be generated, and groups filtered."""
-    check("" not in config.rollout.stop_strings, "rollout.stop_strings holds an empty text, which ends every response")
     size, engine = config.rollout.tensor_parallel_size, config.rollout.engine
     check(
         size == 1 or engine == "vllm",
@@ -222,18 +162,12 @@ def _check_rollout(config: Config) -> None:
 
 
 def _check_losses(config: Config) -> None:
-    """Importance weights have a ratio and bounds around it, and the losses of policy and texts add up."""
+    """Importance weights have a ratio."""
     update = config.update
-    check(
-        0 <= update.correction_low <= 1 <= update.correction_high,
-        f"update.correction_low = {update.correction_low}, correction_high = {update.correction_high}: "
-        "must lie on both sides of 1, the lower one not below 0",
-    )
     check(
         update.old_logprobs == "trainer" or update.correction == "none",
         f"update.correction = {update.correction}: update.old_logprobs = rollout leaves no ratio between the engines",
     )
-    check(config.ptx.path is None or 0 < config.ptx.coef < 1, f"ptx.coef = {config.ptx.coef}: must lie in (0, 1)")
 
 
 def _check_training_state(config: Config) -> None:
@@ -265,24 +199,38 @@ def _check_tensor_parallel(config: Config) -> None:
     check(size == 1, f"{field}: needs update.sequence_parallel_size = 1, not {size}")
 
 
+COMBINATIONS = (
+    _check_sources,
+    _check_sizes,
+    _check_algorithms,
+    _check_advantage,
+    _check_reference,
+    _check_rollout,
+    _check_losses,
+    _check_training_state,
+    _check_tensor_parallel,
+)
+"""Rules of several settings together; a sentence names every setting that it depends on."""
+
+
 def validate(config: Config) -> Config:
-    """Return the config if it breaks none of the rules.
+    """Return the config, with `~` in paths replaced by the home folder, if it breaks none of the rules.
 
     Raises:
-        ConfigError: names the field, its value and the rule.
+        ConfigError: one sentence for every setting that cannot work, which names the field, its value and the rule.
     """
-    for rule in (
-        _check_positive,
-        _check_not_negative,
-        _check_sources,
-        _check_sizes,
-        _check_algorithms,
-        _check_advantage,
-        _check_reference_and_ema,
-        _check_rollout,
-        _check_losses,
-        _check_training_state,
-        _check_tensor_parallel,
-    ):
-        rule(config)
+    check(isinstance(config, Config), f"the settings are of type {type(config).__name__}: must be a Config")
+    broken: dict[str, str] = {}
+    for find in (broken_sections, broken_types, broken_paths, broken_values):
+        config = expand_home(config) if find is broken_paths else config
+        broken = dict(find(config)) | broken
+        config = with_settings(config, {name: get_setting(Config(), name) for name in broken})
+    findings = Findings()
+    for rule in COMBINATIONS:
+        findings.run(functools.partial(rule, config))
+    combined = [message for message in findings.messages if not broken.keys() & set(re.findall(r"[\w.]+", message))]
+    order = [*section_types(), *setting_types()]
+    sentences = [broken[name] for name in sorted(broken, key=order.index)] + combined
+    if sentences:
+        raise ConfigError(*sentences)
     return config

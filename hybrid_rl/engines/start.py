@@ -41,7 +41,7 @@ def start_engine(
         dtype=dtype,
         max_model_len=config.prompts.max_prompt_tokens + config.rollout.max_response_tokens,
         can_sleep=device.type == "cuda" and config.memory.swap != "off",
-        seed=config.run.seed * 1000 + rank,
+        seed=(config.run.seed * 1000 + rank) % 2**32,  # NumPy, which vLLM seeds, takes 32 bits
         aliased=aliased,
         gpus=gpus,
     )

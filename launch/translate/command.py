@@ -17,6 +17,7 @@ from typing import Any, Literal
 import yaml
 
 from hybrid_rl.config import Config, ConfigError, check
+from hybrid_rl.setting_types import takes_tuple, with_settings
 from hybrid_rl.validate import validate
 from launch.translate.shell import commands, up_to_operator
 
@@ -221,11 +222,9 @@ def default_of(field: str) -> Any:
 
 
 def configured(settings: Mapping[str, Any]) -> Config:
-    """Return the default config with some dotted settings changed, unchecked."""
-    config = Config()
-    for field, value in settings.items():
-        config = _replaced(config, field.split("."), value)
-    return config
+    """Return the default config with some dotted settings changed, unchecked; a list may stand for a tuple."""
+    as_tuples = {n: tuple(v) for n, v in settings.items() if isinstance(v, list) and takes_tuple(n)}
+    return with_settings(Config(), {**settings, **as_tuples})
 
 
 def _find_program(programs: Sequence[Program], lines: Sequence[list[str]]) -> tuple[Program, Sequence[str], int | None]:
@@ -287,12 +286,6 @@ def _with_suggestion(name: str, spellings: Mapping[str, Any]) -> str:
     return f"{name} (did you mean {close[0]}?)" if close else name
 
 
-def _replaced(config: Any, path: list[str], value: Any) -> Any:
-    if len(path) > 1:
-        value = _replaced(getattr(config, path[0]), path[1:], value)
-    return dataclasses.replace(config, **{path[0]: value})
-
-
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for field in sorted(settings, key=_place):
@@ -322,7 +315,11 @@ def _comments(program: Program, command: Command, settings: Mapping[str, Any]) -
     try:
         validate(configured(settings))
     except ConfigError as error:
-        paragraphs += ["", "NOT COMPLETE, it will not start like this:", f"- {error}"]
+        paragraphs += [
+            "",
+            "NOT COMPLETE, it will not start like this:",
+            *(f"- {message}" for message in error.messages),
+        ]
     feeding = [argument.names[0] for argument in program.arguments if argument.effect == "maps"]
     used = [name for name in feeding if name in command.given and "$" in str(command[name])]
     variables = [f"{command.given[name]} {_words(command[name])}" for name in used]
