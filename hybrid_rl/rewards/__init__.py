@@ -6,6 +6,6 @@ Worker processes import this package, so it imports no torch; hybrid_rl.rewards.
 from hybrid_rl.rewards.normalize import RunningNormalizer
 from hybrid_rl.rewards.pool import ScoreResult, ScorerPool
 from hybrid_rl.rewards.remote import RemoteScorer
-from hybrid_rl.rewards.rules import FUNCTIONS, Scorer, load_scorer
+from hybrid_rl.rewards.rules import FUNCTIONS, Scorer
 
-__all__ = ["FUNCTIONS", "RemoteScorer", "RunningNormalizer", "ScoreResult", "Scorer", "ScorerPool", "load_scorer"]
+__all__ = ["FUNCTIONS", "RemoteScorer", "RunningNormalizer", "ScoreResult", "Scorer", "ScorerPool"]

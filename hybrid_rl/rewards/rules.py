@@ -3,16 +3,13 @@
 A function raises if the prompt cannot be scored (no answer, an answer that is not a number) instead of returning 0.
 """
 
-import importlib.util
 import re
-import sys
 from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hybrid_rl.config import ConfigError, check
+from hybrid_rl.config import ConfigError
 
 if TYPE_CHECKING:
     from hybrid_rl.batch import Prompt
@@ -124,25 +121,28 @@ def import_reasoning_gym() -> ModuleType:
     try:
         import reasoning_gym.factory
         import reasoning_gym.utils
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise ConfigError(f"reasoning_gym cannot be imported ({error}): pip install reasoning-gym") from error
     return reasoning_gym
 
 
-def import_math_verify() -> ModuleType:
-    """Return the math_verify package, which is imported only when it is needed.
+def prepare_math() -> None:
+    """Import math-verify, and check that it reads LaTeX: without its parser it finds no expression in any text.
 
     Raises:
-        ConfigError: the package is not installed.
+        ConfigError: the package is not installed, or cannot read LaTeX.
     """
+    remedy = "pip install math-verify[antlr4_13_2]"
     try:
-        import math_verify
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"math_verify cannot be imported ({error}): pip install math-verify[antlr4_13_2]") from error
-    return math_verify
+        expressions = _parse_math(r"\frac{1}{2}", is_boxed=True)
+    except ImportError as error:
+        raise ConfigError(f"math_verify cannot be imported ({error}): {remedy}") from error
+    if not expressions:
+        raise ConfigError(f"math_verify finds no expression in \\frac{{1}}{{2}}, as without a parser: {remedy}")
 
 
-_IMPORTS: dict[str, Callable[[], object]] = {"reasoning_gym": import_reasoning_gym, "math": import_math_verify}
+PREPARATIONS: dict[str, Callable[[], object]] = {"reasoning_gym": import_reasoning_gym, "math": prepare_math}
+"""Function -> what a worker process calls before the first response, to import the function's library and check it."""
 
 FUNCTIONS: dict[str, Scorer] = {
     "exact_match": exact_match,
@@ -152,31 +152,6 @@ FUNCTIONS: dict[str, Scorer] = {
     "think_format": think_format,
     "reasoning_gym": reasoning_gym,
 }
-
-
-def load_scorer(name: str) -> Scorer:
-    """Return a rule function.
-
-    Args:
-        name: a name in `FUNCTIONS`, or `path.py:function` with a path relative to the working directory.
-    Raises:
-        ConfigError: the name, the file or the function does not exist, or the file raises when it is run.
-    """
-    if name in FUNCTIONS:
-        if name in _IMPORTS:
-            _IMPORTS[name]()  # a slow import, which must not count against the time limit of the first response
-        return FUNCTIONS[name]
-
-    path, colon, function = name.rpartition(":")
-    check(
-        bool(colon) and path.endswith(".py"),
-        f"reward.functions: '{name}' is unknown; give one of {', '.join(FUNCTIONS)}, or path.py:function",
-    )
-    check(Path(path).is_file(), f"reward.functions: '{name}': there is no file {Path(path).absolute()}")
-    scorer = getattr(_run_file(Path(path), name), function, None)
-    if not callable(scorer):
-        raise ConfigError(f"reward.functions: '{name}': {path} defines no function '{function}'")
-    return scorer
 
 
 def _answer(prompt: "Prompt") -> str:
@@ -218,15 +193,3 @@ def _parse_math(text: str, *, is_boxed: bool) -> list[Any]:
 
 def _value(number: str) -> Fraction | None:
     return Fraction(number.replace(",", "")) if len(number) <= _MAX_NUMBER_CHARACTERS else None
-
-
-def _run_file(path: Path, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"hybrid_rl_scorer_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look up the module by name
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"reward.functions: '{name}': {path} fails with {type(error).__name__}: {error}") from error
-    return module

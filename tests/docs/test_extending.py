@@ -2,6 +2,7 @@
 
 import re
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybrid_rl.algorithms import estimators, policy_loss, specs
-from hybrid_rl.batch import Prompt
 from hybrid_rl.config import AdvantageConfig
 from hybrid_rl.engines import Sampling
 from hybrid_rl.engines.huggingface import HuggingFaceEngine
-from hybrid_rl.rewards.rules import load_scorer
+from hybrid_rl.rewards import ScorerPool
 from hybrid_rl.weights.bucket import IpcBucket, bucket_bytes, plan_buckets
+from tests.conftest import make_rollout
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 
@@ -33,10 +34,15 @@ def spec(module: types.ModuleType, table: str) -> dict:
 def test_reward_functions_are_found_in_their_file(tmp_path):
     path = tmp_path / "my_rewards.py"
     path.write_text(block("my_rewards.py"))
-    prompt = Prompt(prompt_id=0, text="Write about rain.", token_ids=[1], metadata={"topic": "Rain"})
-    is_short, names_topic = (load_scorer(f"{path}:{name}") for name in ("is_short", "names_topic"))
-    assert is_short(prompt, "word " * 50) == 1 and is_short(prompt, "word " * 51) == 0
-    assert names_topic(prompt, "It was raining.") == 1 and names_topic(prompt, "Sun.") == 0
+    names = [f"{path}:is_short", f"{path}:names_topic"]
+    texts = ["word " * 50, "word " * 51, "It was raining.", "Sun."]
+    rollouts = [
+        replace(r, text=text, prompt=replace(r.prompt, metadata={"topic": "Rain"}))
+        for r, text in zip([make_rollout() for _ in texts], texts, strict=True)
+    ]
+    with ScorerPool(names, timeout_s=60, num_workers=1, on_error="raise") as pool:
+        found = pool.score(rollouts).per_function
+    assert found == {names[0]: [1, 0, 1, 1], names[1]: [0, 0, 1, 0]}
 
 
 def test_an_estimator_is_one_function_and_one_line(monkeypatch):

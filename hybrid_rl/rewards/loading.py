@@ -1,0 +1,181 @@
+"""Names of rule functions in the settings, and the functions themselves, which only worker processes load."""
+
+import functools
+import inspect
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hybrid_rl.config import ConfigError, check
+from hybrid_rl.rewards.reward_files import RewardFiles, RewardFolder, package_root
+from hybrid_rl.rewards.rules import FUNCTIONS, PREPARATIONS, Scorer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleFunction:
+    """A function that is ready to score responses in this process."""
+
+    scorer: Scorer
+    path: Path | None = None
+    """The reward file; None for a function of `rules.FUNCTIONS`."""
+    folder: RewardFolder | None = None
+    """The file's folder, which must be active while the function runs."""
+
+    def __call__(self, prompt: Any, response: str) -> object:
+        """Return what the function returns."""
+        if self.folder is not None:
+            self.folder.activate()
+        return self.scorer(prompt, response)
+
+
+def split_name(name: str, *, field: str) -> tuple[Path, str] | None:
+    """Return the file and the function that a name stands for; None for a name in `rules.FUNCTIONS`.
+
+    Args:
+        name: a name in `rules.FUNCTIONS`, or `path.py:function` with a path relative to the working directory.
+        field: setting that holds the name.
+    Raises:
+        ConfigError: the name has another form, or there is no such file.
+    """
+    if name in FUNCTIONS:
+        return None
+    path, _, function = name.rpartition(":")
+    check(
+        path.endswith(".py") and function.isidentifier(),
+        f"{field}: '{name}' is unknown; give one of {', '.join(FUNCTIONS)}, or path.py:function",
+    )
+    file = Path(os.path.realpath(Path(path).expanduser()))
+    check(file.is_file(), f"{field}: '{name}': there is no file {file}")
+    return file, function
+
+
+def load_functions(names: Sequence[str], *, field: str, report: Callable[[str], None]) -> list[RuleFunction]:
+    """Import the files of rule functions, each once, and return the functions.
+
+    Args:
+        names: see `split_name`.
+        field: setting that holds the names.
+        report: called with each name before its file is imported.
+    Raises:
+        ConfigError: some functions cannot be used; one message for each of them, and one for each file that fails.
+    """
+    files, found, messages, failed = RewardFiles(), [], [], set[Path]()
+    for name in names:
+        report(name)
+        place = split_name(name, field=field)
+        try:
+            if place is None:
+                found.append(load_rule(name))
+            elif place[0] not in failed:
+                found.append(_load(files, *place))
+        except _ImportFailedError as error:
+            failed.add(error.path)
+            messages.append(f"{field}: '{name}': importing {error.path} fails with {error}")
+        except ConfigError as error:
+            messages.append(f"{field}: '{name}': {error}")
+    if messages:
+        raise ConfigError(*messages)
+    return found
+
+
+def load_rule(name: str) -> RuleFunction:
+    """Return a function of `rules.FUNCTIONS`, whose library is then imported and works.
+
+    Raises:
+        ConfigError: its library is missing or broken.
+    """
+    if name in PREPARATIONS:
+        PREPARATIONS[name]()  # slow, which must not count against the time limit of the first response
+    return RuleFunction(scorer=FUNCTIONS[name])
+
+
+def describe(error: BaseException, path: Path | None) -> str:
+    """Return type and message of an error in one line, and where in the user's code it was raised.
+
+    Args:
+        error: raised by a reward file or by one of its functions.
+        path: the reward file; None for a function of `rules.FUNCTIONS`.
+    """
+    try:
+        message = error.msg if isinstance(error, SyntaxError) else str(error)
+    except Exception:  # a __str__ of the user's own
+        message = ""
+    message = " ".join(message.split())
+    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    place = None if path is None else _place(error, package_root(path.parent))
+    return text if place is None else f"{text} ({place})"
+
+
+class _ImportFailedError(Exception):
+    """A reward file raised when it was imported."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(reason)
+        self.path = path
+
+
+def _load(files: RewardFiles, path: Path, function: str) -> RuleFunction:
+    folder = files.folder_of(path)
+    try:
+        module = folder.import_file(path)
+        scorer = getattr(module, function, None)
+    except BaseException as error:  # includes SystemExit
+        raise _ImportFailedError(path, describe(error, path)) from error
+    if not callable(scorer):
+        defined = ", ".join(_functions_of(module)) or "none"
+        raise ConfigError(f"{path} defines no function '{function}'; its functions: {defined}")
+    _check_call(scorer, function)
+    return RuleFunction(scorer=scorer, path=path, folder=folder)
+
+
+def _functions_of(module: ModuleType) -> Iterator[str]:
+    for name, value in vars(module).items():
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_"):
+            yield name
+
+
+def _check_call(scorer: Callable[..., Any], name: str) -> None:
+    """Check that an object can be called as scorer(prompt, response) and returns at once."""
+    check(
+        not inspect.isclass(scorer),
+        f"{name} is a class; give a function, or an object with a method __call__(self, prompt, response)",
+    )
+    called = scorer if inspect.isroutine(scorer) or isinstance(scorer, functools.partial) else scorer.__call__
+    check(
+        not (inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called)),
+        f"{name} is an async function; write it with def, and call asyncio.run in it",
+    )
+    check(not inspect.isgeneratorfunction(called), f"{name} is a generator, as it contains yield; return the score")
+    try:
+        signature = inspect.signature(scorer)
+    except (TypeError, ValueError):  # a function in C without a signature
+        return
+    try:
+        arguments = list(signature.bind("prompt", "response").arguments)
+    except TypeError:
+        arguments = []
+    check(
+        bool(arguments) and arguments[0] != "response" and arguments[1:] != ["prompt"],
+        f"its signature is {name}{signature}, but it is called as {name}(prompt, response)",
+    )
+
+
+def _place(error: BaseException, folder: Path) -> str | None:
+    """Return file, line and code where an error was raised: the innermost place in a folder."""
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return _line(error.filename, error.lineno, error.text)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).is_relative_to(folder) and "site-packages" not in Path(frame.filename).parts
+    ]
+    return _line(frames[-1].filename, frames[-1].lineno, frames[-1].line) if frames else None
+
+
+def _line(filename: str, number: int | None, code: str | None) -> str:
+    code = " ".join((code or "").split())
+    return f"{Path(filename).name}, line {number}" + (f": {code[:120]}" if code else "")
