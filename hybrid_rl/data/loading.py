@@ -1,14 +1,15 @@
 """The parts of a run that are read before any model is loaded: tokenizers, prompts, texts and scorers."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.batch import Prompt
-from hybrid_rl.config import Config
+from hybrid_rl.config import Config, Findings
 from hybrid_rl.data.prompts import PromptLoader, load_prompts
-from hybrid_rl.data.template import load_template
+from hybrid_rl.data.template import Template, load_template
 from hybrid_rl.data.texts import load_texts
 from hybrid_rl.distributed import World
 from hybrid_rl.models.checks import check_models
@@ -44,42 +45,94 @@ def load_data(config: Config, world: World) -> Data:
     Args:
         world: all ranks, over which the prompts are divided.
     Raises:
-        ConfigError: see check_models, load_template, load_prompts, ScorerPool and load_texts.
+        ConfigError: everything that check_models, load_tokenizer, load_template, load_prompts, ScorerPool and
+            load_texts find.
     """
-    check_models(config)
-    tokenizer = load_tokenizer(config.models.actor)
-    template = load_template(config.prompts.template_path, tokenizer)
+    findings = Findings()
+    findings.run(lambda: check_models(config))
+    tokenizer = _load_tokenizer(config, findings)
+    template = findings.run(lambda: load_template(config.prompts.template_path, tokenizer)) if tokenizer else None
+    make = functools.partial(ScorerPool, timeout_s=config.reward.timeout_s, num_workers=config.reward.num_workers)
+    scorer = findings.run(lambda: _make_scorer(config, make))
+    eval_scorer = findings.run(lambda: _make_eval_scorer(config, make))
+    if tokenizer is None or template is None:
+        findings.raise_any()
+    assert tokenizer and template
     if template.chat_template is not None:
         tokenizer.chat_template = template.chat_template  # also for ptx texts and the exported tokenizer
-    prompts = load_prompts(config.prompts.path, tokenizer, config.prompts, seed=config.run.seed)
-    eval_prompts = _load_eval_prompts(config, tokenizer)
-    reward = config.reward
-    make_scorer = functools.partial(ScorerPool, timeout_s=reward.timeout_s, num_workers=reward.num_workers)
+    stop_token_ids = findings.run(lambda: _stop_token_ids(config, tokenizer, template))
+    loader = findings.run(lambda: _make_loader(config, tokenizer, world))
+    eval_prompts = findings.run(lambda: _load_eval_prompts(config, tokenizer))
+    reward_tokenizer = findings.run(lambda: _load_reward_tokenizer(config, tokenizer))
+    ptx_texts = findings.run(lambda: load_texts(config.ptx, tokenizer) if config.ptx.path else [])
+    findings.raise_any()
+    assert stop_token_ids and loader and eval_prompts is not None and ptx_texts is not None
     return Data(
         tokenizer=tokenizer,
-        stop_token_ids=sorted(
-            {*eos_token_ids(config.models.actor, tokenizer), *config.rollout.stop_token_ids, *template.stop_token_ids}
-        ),
-        loader=PromptLoader(
-            prompts,
-            batch_size=config.rollout.rollout_batch_size,
-            seed=config.run.seed,
-            shuffle=config.prompts.shuffle,
-            rank=world.rank,
-            world_size=world.size,
-        ),
+        stop_token_ids=stop_token_ids,
+        loader=loader,
         eval_prompts=eval_prompts[world.rank :: world.size],
-        scorer=make_scorer(reward.functions, reward.weights, on_error=reward.on_error) if reward.functions else None,
-        eval_scorer=make_scorer([config.run.eval_function], on_error="zero") if eval_prompts else None,
-        reward_tokenizer=load_other_tokenizer(config.models.reward, tokenizer) if config.models.reward else None,
-        ptx_texts=load_texts(config.ptx, tokenizer) if config.ptx.path else [],
+        scorer=scorer,
+        eval_scorer=eval_scorer,
+        reward_tokenizer=reward_tokenizer,
+        ptx_texts=ptx_texts,
     )
+
+
+def _load_tokenizer(config: Config, findings: Findings) -> PreTrainedTokenizerBase | None:
+    """Return the actor's tokenizer; None if its folder holds none, which check_models may have found already."""
+    later = Findings()
+    tokenizer = later.run(lambda: load_tokenizer(config.models.actor))
+    if not findings.messages:
+        findings.messages += later.messages
+    return tokenizer
+
+
+def _make_scorer(config: Config, make: Callable[..., ScorerPool]) -> ScorerPool | None:
+    """Return the rule functions of training; None if the settings list none."""
+    reward = config.reward
+    return make(reward.functions, reward.weights, on_error=reward.on_error) if reward.functions else None
+
+
+def _make_eval_scorer(config: Config, make: Callable[..., ScorerPool]) -> ScorerPool | None:
+    """Return the rule function of evaluation; None if the run does not evaluate."""
+    return make([config.run.eval_function], on_error="zero") if _evaluates(config) else None
+
+
+def _stop_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase, template: Template) -> list[int]:
+    """Return the sorted ids that end a response: of tokenizer, generation config, settings and template."""
+    eos = eos_token_ids(config.models.actor, tokenizer)
+    return sorted({*eos, *config.rollout.stop_token_ids, *template.stop_token_ids})
+
+
+def _load_reward_tokenizer(config: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer of the reward model; None if it is the actor's, or there is no reward model."""
+    return load_other_tokenizer(config.models.reward, tokenizer) if config.models.reward else None
+
+
+def _make_loader(config: Config, tokenizer: PreTrainedTokenizerBase, world: World) -> PromptLoader:
+    """Return the loader of this rank's training prompts."""
+    prompts, seed = config.prompts, config.run.seed
+    return PromptLoader(
+        load_prompts(prompts.path, tokenizer, prompts, seed=seed),
+        batch_size=config.rollout.rollout_batch_size,
+        seed=seed,
+        shuffle=prompts.shuffle,
+        rank=world.rank,
+        world_size=world.size,
+    )
+
+
+def _evaluates(config: Config) -> bool:
+    """Return whether the run evaluates on held-out prompts."""
+    return bool(config.prompts.eval_path and config.run.eval_every_steps)
 
 
 def _load_eval_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """Return the held-out prompts of all ranks; none if the run does not evaluate."""
-    if not config.prompts.eval_path or not config.run.eval_every_steps:
+    if not _evaluates(config):
         return []
+    assert config.prompts.eval_path
     return load_prompts(
         config.prompts.eval_path,
         tokenizer,

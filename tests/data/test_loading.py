@@ -144,3 +144,35 @@ def test_a_reward_model_with_another_vocabulary_brings_its_tokenizer(
     tokenizer.save_pretrained(other)
     data = load_data(make_config(models={"reward": str(other)}), ALONE)
     assert data.reward_tokenizer is not None and len(data.reward_tokenizer) == len(data.tokenizer) + 1
+
+
+def test_all_that_is_wrong_with_the_data_is_reported_at_once(make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"title": "no text"}\n')
+    config = make_config(
+        rollout={"max_response_tokens": 61},
+        prompts={"path": str(tmp_path / "absent.jsonl"), "max_prompt_tokens": 4},
+        reward={"functions": ["exact_mach"]},
+        run={"eval_function": "nothing"},
+        ptx={"path": str(tmp_path / "texts.jsonl")},
+    )
+    with pytest.raises(ConfigError) as error:
+        load_data(config, ALONE)
+    for sentence, found in zip(
+        (
+            "prompts.max_prompt_tokens 4 + rollout.max_response_tokens 61 = 65",
+            "exact_mach",
+            "nothing",
+            "absent.jsonl",
+            "6 of 6 prompts are longer",
+            "texts.jsonl",
+        ),
+        error.value.messages,
+        strict=True,
+    ):
+        assert sentence in found
+
+
+def test_without_a_tokenizer_what_needs_one_adds_no_further_finding(make_config: MakeConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_data(make_config(models={"actor": str(tmp_path)}, reward={"functions": ["exact_mach"]}), ALONE)
+    assert [m.partition(":")[0] for m in error.value.messages] == [f"models.actor = {tmp_path}", "reward.functions"]
