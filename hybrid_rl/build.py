@@ -25,6 +25,7 @@ from hybrid_rl.engines.group import GroupEngine
 from hybrid_rl.engines.start import start_engine
 from hybrid_rl.engines.tenants import EngineTenant, Tenants
 from hybrid_rl.memory.device import grow_segments
+from hybrid_rl.memory.enforcement import Enforcement
 from hybrid_rl.memory.micro_batches import make_limits
 from hybrid_rl.memory.phases import MemoryManager
 from hybrid_rl.memory.residency import Phase
@@ -68,7 +69,12 @@ def build(config: Config) -> Run:
     data_parallel = world.data_parallel_group(config.update.sequence_parallel_size * config.update.tensor_parallel_size)
     recorder = Recorder(config, world, data_parallel)
     memory = MemoryManager(
-        plan.residency, world.device, recorder.timeline, planned=plan.peaks, keeps_cache=plan.can_keep_cache
+        plan.residency,
+        world.device,
+        recorder.timeline,
+        planned=plan.peaks,
+        keeps_cache=plan.can_keep_cache,
+        enforcement=Enforcement(config.memory, rank=world.rank),
     )
     tenants = Tenants(config, world.device, always_resident=memory.always_resident)
     tenants.reserve_host(sum(allocation.host_bytes for allocation in plan.allocations if allocation.in_bytes))

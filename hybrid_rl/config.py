@@ -233,13 +233,18 @@ class RewardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """What is released from the GPU between phases."""
+    """What is released from the GPU between phases, and how the use of the GPU is compared with its plan."""
 
     swap: Literal["auto", "vmm", "deepspeed", "off"] = "auto"
     """vmm: the engine sleeps; optimizer state, weights and frozen models move to the host by the native pool.
     deepspeed: the engine sleeps; optimizer state moves by DeepSpeed's offload, and frozen models move; weights stay.
     off: nothing moves, as on a CPU. auto: only what would not fit moves, by vmm where it is built, else by
     deepspeed."""
+    enforce: Literal["off", "warn", "stop"] = "warn"
+    """What happens where a phase takes more of the GPU than its plan and the margin: nothing, a warning per phase, or
+    the end of the run after the phase with exit code 1. Checkpoints stay, so that the run can resume."""
+    enforce_margin: float = 0.1
+    """Part of the plan by which a phase may exceed it."""
 
 
 @dataclass(frozen=True, kw_only=True)

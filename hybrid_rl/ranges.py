@@ -121,6 +121,7 @@ RANGES: dict[str, Range] = {
     "ptx.coef": INNER_FRACTION,
     "ptx.batch_size": COUNT,
     "ptx.max_tokens": Range(2, MAX_COUNT),  # the first token is predicted from nothing, so it has no loss
+    "memory.enforce_margin": NOT_NEGATIVE,
     "sync.bucket_bytes": NUM_BYTES,
     "sync.num_verified": COUNT_OR_ZERO,
     "checkpoint.every_steps": COUNT_OR_ZERO,

@@ -2,9 +2,12 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from hybrid_rl.memory.enforcement import Enforcement
 from hybrid_rl.monitoring.timeline import Timeline
 from hybrid_rl_kernels.vmm_pool import released_bytes
 
@@ -12,6 +15,63 @@ ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables with settings of PyTorch's allocator, under the old name and the new one."""
 OWN_CONTEXT_BYTES = 1 << 30
 """Upper estimate of what this process itself holds before it loads a model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A GPU as the driver lists it."""
+
+    uuid: str
+    """Such as GPU-8932f937-d72c-4106-c12f-20bd9faed9f6, or MIG-... for a part of a GPU."""
+    name: str
+    memory_bytes: int
+    free_bytes: int
+    capability: tuple[int, int]
+    """Compute capability, major and minor."""
+
+
+def list_gpus() -> list[Gpu]:
+    """Return all GPUs of this machine in the driver's order, whether or not CUDA_VISIBLE_DEVICES hides them.
+
+    CUDA is not initialised. The list is empty without a driver.
+    """
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no package of the driver's library, or no driver
+        return []
+    try:
+        return [_read_gpu(pynvml, pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(pynvml.nvmlDeviceGetCount())]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def find_mig(uuid: str) -> Gpu | None:
+    """Return the part of a GPU with a MIG UUID; None if the driver does not know it."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # as in list_gpus
+        return None
+    try:
+        return _read_gpu(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid.encode()))
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _read_gpu(pynvml: Any, handle: Any) -> Gpu:
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    return Gpu(
+        uuid=pynvml.nvmlDeviceGetUUID(handle),
+        name=pynvml.nvmlDeviceGetName(handle),
+        memory_bytes=memory.total,
+        free_bytes=memory.free,
+        capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
+    )
 
 
 def used_by_process(device: torch.device) -> dict[int, int]:
@@ -37,6 +97,11 @@ def available_bytes(device: torch.device) -> int:
         return 1 << 60
     free, total = torch.cuda.mem_get_info(device)
     return min(total, free + OWN_CONTEXT_BYTES)
+
+
+def _foreign_bytes(device: torch.device) -> int:
+    """Return the GPU memory that other processes hold, for which a plan leaves room; 0 on a CPU."""
+    return torch.cuda.mem_get_info(device)[1] - available_bytes(device) if device.type == "cuda" else 0
 
 
 def without_expandable_segments(value: str) -> str:
@@ -71,8 +136,9 @@ class DeviceMemory:
         planned: Mapping[str, Mapping[str, int]],
         *,
         keeps_cache: bool = False,
+        enforcement: Enforcement | None = None,
     ) -> None:
-        """Start without measurements.
+        """Start without measurements, before this process has loaded a model.
 
         Args:
             device: device to measure.
@@ -80,10 +146,13 @@ class DeviceMemory:
             planned: phase -> allocation -> planned bytes at the phase's peak.
             keeps_cache: whether PyTorch's allocator keeps reserved memory across phases. If so, the peak of its
                 allocated tensors counts, because reserved memory includes tensors of other phases.
+            enforcement: compares each peak with its plan; None does not.
         """
         self._planned = planned
         self._keeps_cache = keeps_cache
+        self._enforcement = enforcement
         self._device = device
+        self._foreign_bytes = _foreign_bytes(device)
         self._timeline = timeline
         self._start_bytes: dict[str, int] = {}
         self._peak_bytes: dict[str, int] = {}
@@ -100,9 +169,16 @@ class DeviceMemory:
                 self._timeline.counter("device_memory_plan", **self._planned[phase])
 
     def record_peak(self, phase: str) -> None:
-        """Measure the memory in use before a phase frees any; keeps the maximum if a step opens the phase twice."""
+        """Measure the memory in use before a phase frees any; keeps the maximum if a step opens the phase twice.
+
+        Raises:
+            RunError: memory.enforce = stop, and the phase took more than its plan.
+        """
         if self._device.type == "cuda":
-            self._peak_bytes[phase] = max(self._peak_bytes.get(phase, 0), self._measure())
+            used = self._measure()
+            self._peak_bytes[phase] = max(self._peak_bytes.get(phase, 0), used)
+            if self._enforcement and phase in self._planned:
+                self._enforcement.compare(phase, self._planned[phase], used - self._foreign_bytes)
 
     def _measure(self) -> int:
         free, total = torch.cuda.mem_get_info(self._device)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from hybrid_rl.memory.device import DeviceMemory
+from hybrid_rl.memory.enforcement import Enforcement
 from hybrid_rl.memory.residency import Phase, TenantSpec, always_resident
 from hybrid_rl.memory.tenants import PooledTenant, Tenant
 from hybrid_rl.monitoring.timeline import Timeline
@@ -26,6 +27,7 @@ class MemoryManager:
         *,
         planned: Mapping[str, Mapping[str, int]] | None = None,
         keeps_cache: bool = False,
+        enforcement: Enforcement | None = None,
     ) -> None:
         """Start without tenants.
 
@@ -36,9 +38,12 @@ class MemoryManager:
             planned: phase -> allocation -> planned bytes at the phase's peak, to compare measurements with.
             keeps_cache: whether PyTorch's allocator keeps its free memory from phase to phase, because nothing else
                 needs it.
+            enforcement: compares each measurement with its plan; None does not.
         """
         self.current: Phase | None = None
-        self.device_memory = DeviceMemory(device, timeline, planned or {}, keeps_cache=keeps_cache)
+        self.device_memory = DeviceMemory(
+            device, timeline, planned or {}, keeps_cache=keeps_cache, enforcement=enforcement
+        )
         self._keeps_cache = keeps_cache
         self._tenants: dict[str, Tenant] = {}
         self._is_resident: dict[str, bool] = {}
@@ -72,6 +77,7 @@ class MemoryManager:
         Raises:
             PhaseError: a phase is open; a tenant moved outside of the manager; a tenant whose contents were dropped
                 would be restored in a phase that does not fill it.
+            RunError: memory.enforce = stop, and the phase took more than its plan.
         """
         if self.current is not None:
             raise PhaseError(f"phase {phase.value} opened inside phase {self.current.value}")
