@@ -1,7 +1,7 @@
 """Import of reward files: files of the user with functions that score responses. Only worker processes import them.
 
-A file is imported once per process, as one module however many of its functions are used. Its folder is importable as it
-is for a script, with two differences: a name of the standard library always means the standard library, and a reward
+A file is imported once per process, as one module however many of its functions are used. Its folder is importable as
+it is for a script, with two differences: a name of the standard library always means the standard library, and a reward
 file that is named like an installed package does not hide that package.
 
 A file in a folder with `__init__.py` is imported under its full name, `package.module`, so that relative imports work.
@@ -91,10 +91,10 @@ class RewardFolder:
     def _import_from_package(self, path: Path) -> ModuleType:
         parts = path.relative_to(self._root).with_suffix("").parts
         top, name = parts[0], ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        if top in sys.stdlib_module_names or top in sys.modules and top not in self._names:
-            raise ImportError(
-                f"its package has the name of another module, {top}; rename the folder {self._root / top}"
-            )
+        package = self._root / top
+        loaded = getattr(sys.modules.get(top), "__file__", None) or str(package / "__init__.py")
+        if top in sys.stdlib_module_names or loaded != str(package / "__init__.py"):
+            raise ImportError(f"its package has the name of another module, {top}; rename the folder {package}")
         module = importlib.import_module(name)
         if module.__file__ != str(path):
             raise ImportError(f"{name} is {module.__file__}; rename one of the two")

@@ -1,7 +1,7 @@
 """The program of a worker process of `pool.py`: it receives one response at a time and sends one result per function.
 
-A message to the pool is JSON, so that the pool runs no code of the user by reading it. While the functions load it is an
-object: `{"loading": name}` before each function, then `{"errors": [message]}`, or `{}` when all of them are loaded.
+A message to the pool is JSON, so that the pool runs no code of the user by reading it. While the functions load it is
+an object: `{"loading": name}` before each function, then `{"errors": [message]}`, or `{}` when all of them are loaded.
 Afterwards a number is a score, and a string the reason for a failure.
 """
 
@@ -89,6 +89,7 @@ def main() -> None:
     # process may be killed before a buffer is full.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.dup(descriptor)  # stays open until exit handlers have run, so that the pool sees the end of this process
     with contextlib.suppress(EOFError, ConnectionError):
         serve(Connection(descriptor))
     faulthandler.dump_traceback_later(_GRACE_S, exit=True)  # while exit handlers and threads of the user end

@@ -1,0 +1,309 @@
+"""Reward files of users: what they may import, how often they are imported, and how their errors are reported."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hybrid_rl.config import ConfigError
+from hybrid_rl.rewards import ScorerPool, process
+from tests.conftest import make_rollout
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Return a function that writes files, from relative paths to texts, into the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return lambda texts: write(tmp_path, texts)
+
+
+def scores(*names, num=1, num_workers=1):
+    """Return function -> scores of responses with the texts 0, 1, ..."""
+    rollouts = [make_rollout(prompt_id=n, text=str(n), answer="0") for n in range(num)]
+    with ScorerPool(names, timeout_s=60, num_workers=num_workers, on_error="raise") as pool:
+        return pool.score(rollouts).per_function
+
+
+def error_of(*names, **arguments):
+    with pytest.raises(ConfigError) as caught:
+        ScorerPool(names, **{"timeout_s": 60, "num_workers": 1, "on_error": "zero", **arguments})
+    return str(caught.value)
+
+
+# Imports
+
+
+def test_a_file_is_imported_once_per_process_and_its_functions_share_its_state(files):
+    files(
+        {
+            "a.py": "open('imports.txt', 'a').write('once\\n')\nseen = []\n"
+            "def remember(prompt, response): seen.append(response); return 0\n"
+            "def recall(prompt, response): return len(seen)\n"
+        }
+    )
+    found = scores("a.py:remember", "./a.py:recall", "exact_match", num=3)
+    assert found["./a.py:recall"] == [1, 2, 3]
+    assert Path("imports.txt").read_text() == "once\n"
+
+
+def test_the_process_that_checks_a_file_scores_the_responses(files):
+    files({"a.py": "import os\ndef process_id(prompt, response): return os.getpid()\n"})
+    with ScorerPool(["a.py:process_id"], timeout_s=60, num_workers=1, on_error="raise") as pool:
+        (process_id,) = pool.process_ids
+        assert pool.score([make_rollout()]).scores == [process_id] and process_id != os.getpid()
+
+
+def test_the_trainers_process_does_not_run_a_reward_file(files):
+    files(
+        {
+            "a.py": "import os\nos.environ['RAN'] = '1'\nopen(f'{os.getpid()}.txt', 'w')\n"
+            "def f(prompt, response): return 1\n"
+        }
+    )
+    before = set(sys.modules)
+    assert scores("a.py:f") == {"a.py:f": [1]}
+    assert "RAN" not in os.environ and not Path(f"{os.getpid()}.txt").exists()
+    assert not {"a", "reward_file_a"} & (set(sys.modules) - before)
+
+
+def test_a_file_imports_its_neighbours_and_reads_data_beside_it(files):
+    files(
+        {
+            "lib/a.py": "from pathlib import Path\nimport tables\n"
+            "from parts.inner import TWO\nfrom plain.deep import FOUR\n"
+            "def f(prompt, response):\n    import late\n"
+            "    return tables.ONE + TWO + FOUR + late.EIGHT + int(Path(__file__).with_name('data.txt').read_text())\n",
+            "lib/tables.py": "import a\nONE = 1\n",
+            "lib/parts/__init__.py": "",
+            "lib/parts/inner.py": "from . import __name__ as name\nTWO = 2\n",
+            "lib/plain/deep.py": "FOUR = 4\n",
+            "lib/late.py": "EIGHT = 8\n",
+            "lib/data.txt": "16",
+        }
+    )
+    assert scores("lib/a.py:f") == {"lib/a.py:f": [31]}
+
+
+def test_files_of_the_same_name_in_two_folders_have_their_own_neighbours(files):
+    text = (
+        "import helper\nSTATE = [helper.VALUE]\n"
+        "def f(prompt, response):\n    import late\n    return 10 * helper.VALUE + late.VALUE + STATE[0] / 10\n"
+    )
+    for name, value in {"one": 1, "two": 2}.items():
+        files(
+            {f"{name}/r.py": text, f"{name}/helper.py": f"VALUE = {value}\n", f"{name}/late.py": f"VALUE = {value}\n"}
+        )
+    assert scores("one/r.py:f", "two/r.py:f", num=2) == {"one/r.py:f": [11.1] * 2, "two/r.py:f": [22.2] * 2}
+
+
+@pytest.mark.parametrize("name", ["math", "json", "torch", "requests", "helper", "hybrid_rl", "my-rewards", "v1.2"])
+def test_a_file_may_be_named_like_a_library(files, name):
+    """The library stays what the name means, also for the file itself and its neighbours."""
+    files(
+        {
+            f"{name}.py": "import json, math, neighbour\n"
+            "def f(prompt, response): return math.sqrt(4) + len(json.dumps({})) + neighbour.ONE\n",
+            "neighbour.py": "import requests\nassert requests.post\nfrom json import loads\nONE = loads('1')\n",
+        }
+    )
+    assert scores(f"{name}.py:f") == {f"{name}.py:f": [5]}
+
+
+def test_a_neighbour_named_like_an_installed_package_is_taken_and_said(files, capfd):
+    files({"a.py": "import yaml\ndef f(prompt, response): return yaml.MINE\n", "yaml.py": "MINE = 3\n"})
+    assert scores("a.py:f") == {"a.py:f": [3]}
+    assert f"import yaml takes {Path('yaml.py').absolute()}, which hides " in capfd.readouterr().err
+
+
+def test_a_folder_of_data_named_like_a_package_hides_nothing(files):
+    files({"a.py": "import yaml\ndef f(prompt, response): return yaml.safe_load('7')\n", "yaml/data.txt": ""})
+    assert scores("a.py:f") == {"a.py:f": [7]}
+
+
+def test_a_file_in_a_package_uses_relative_and_absolute_imports(files):
+    files(
+        {
+            "work/mine/__init__.py": "BASE = 1\n",
+            "work/mine/sub/__init__.py": "",
+            "work/mine/sub/r.py": "from .. import BASE\nfrom .near import TWO\nimport mine.sub.near as near\n"
+            "import far\ndef f(prompt, response): return BASE + TWO + far.FOUR + 8 * (near.TWO is TWO)\n",
+            "work/mine/sub/near.py": "TWO = 2\n",
+            "work/mine/sub/far.py": "FOUR = 4\n",
+        }
+    )
+    assert scores("work/mine/sub/r.py:f") == {"work/mine/sub/r.py:f": [15]}
+
+
+def test_a_package_named_like_another_module_is_refused(files):
+    files({"email/__init__.py": "", "email/r.py": "def f(prompt, response): return 1\n"})
+    assert "its package has the name of another module, email; rename the folder" in error_of("email/r.py:f")
+
+
+def test_a_link_to_a_file_is_the_file(files):
+    files({"real/r.py": "import near\ndef f(prompt, response): return near.ONE\n", "real/near.py": "ONE = 1\n"})
+    Path("link.py").symlink_to("real/r.py")
+    assert scores("link.py:f", "real/r.py:f") == {"link.py:f": [1], "real/r.py:f": [1]}
+
+
+# Errors at load
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        (
+            "x = 1\nimport no_such_module\n",
+            "ModuleNotFoundError: No module named 'no_such_module' (r.py, line 2: import no_such",
+        ),
+        (
+            "def f(prompt, response)\n    return 1\n",
+            "SyntaxError: expected ':' (r.py, line 1: def f(prompt, response))",
+        ),
+        ("def g():\n    return {}['a']\n\ng()\n", "KeyError: 'a' (r.py, line 2: return {}['a'])"),
+        ("import near\n", "ZeroDivisionError: division by zero (near.py, line 2: 1 / 0)"),
+        ("import json\njson.loads('')\n", "(char 0) (r.py, line 2: json.loads(''))"),
+        ("raise ValueError('two\\nlines')\n", "ValueError: two lines (r.py, line 1: "),
+        ("exit()\n", "SystemExit: None (r.py, line 1: exit())"),
+        ("raise KeyboardInterrupt\n", "KeyboardInterrupt (r.py, line 1: "),
+        ("from .near import x\n", "ImportError: attempted relative import with no known parent package (r.py, line 1"),
+        ("def __getattr__(name): raise RuntimeError(name)\n", "RuntimeError: f (r.py, line 1"),
+    ],
+)
+def test_a_file_that_raises_is_reported_with_the_line(files, text, reason):
+    files({"r.py": text, "near.py": "\n1 / 0\n"})
+    message = error_of("r.py:f", "r.py:g")
+    assert message.startswith(f"reward.functions: 'r.py:f': importing {Path('r.py').absolute()} fails with ")
+    assert reason in message and "\n" not in message
+
+
+def test_a_file_that_ends_its_process_or_hangs_is_reported(files, monkeypatch):
+    files({"dies.py": "import os\nos._exit(3)\n", "hangs.py": "import time\ntime.sleep(60)\n", "a.py": "f = max\n"})
+    message = "reward.functions: importing 'dies.py:f' fails: the process ended with exit code 3"
+    assert error_of("a.py:f", "dies.py:f") == message
+    monkeypatch.setattr(process, "START_TIMEOUT_S", 1.0)
+    start = time.monotonic()
+    assert error_of("hangs.py:f") == "reward.functions: importing 'hangs.py:f' fails: it took longer than 1 s"
+    assert time.monotonic() - start < 30
+
+
+def test_all_functions_that_cannot_be_used_are_reported_with_their_setting(files):
+    files({"a.py": "def f(prompt, response): return 1\ndef _hidden(): pass\nfrom math import sqrt\n"})
+    Path("sub").mkdir()
+    for names, expected in {
+        ("exact", "absent.py:f", "a.py:", "a.py"): 4 * ["x: '"],
+        ("a.py:g", "a.py:sqrt"): ["x: 'a.py:g': ", "x: 'a.py:sqrt': "],
+    }.items():
+        lines = error_of(*names, field="x").splitlines()
+        assert len(lines) == len(expected)
+        assert all(line.startswith(start) for line, start in zip(lines, expected, strict=True))
+    assert "'exact' is unknown; give one of exact_match, last_number, " in error_of("exact")
+    assert f"there is no file {Path('absent.py').absolute()}" in error_of("absent.py:f")
+    assert f"{Path('a.py').absolute()} defines no function 'g'; its functions: f" in error_of("a.py:g")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (
+            "def f(prompts, completions, answers): return 1",
+            "its signature is f(prompts, completions, answers), but it is",
+        ),
+        ("def f(response): return 1", "its signature is f(response), but it is called as f(prompt, response)"),
+        ("def f(*, prompt, response): return 1", "its signature is f(*, prompt, response)"),
+        ("def f(response, prompt): return 1", "its signature is f(response, prompt)"),
+        ("f = lambda: 1", "its signature is f()"),
+        ("async def f(prompt, response): return 1", "f is an async function; write it with def"),
+        ("async def f(prompt, response): yield 1", "f is an async function"),
+        ("def f(prompt, response): yield 1", "f is a generator, as it contains yield; return the score"),
+        ("class f:\n    def __call__(self, prompt, response): return 1", "f is a class; give a function, or an object"),
+        ("class F:\n    async def __call__(self, prompt, response): return 1\nf = F()", "f is an async function"),
+        ("f = 1", "defines no function 'f'"),
+    ],
+)
+def test_what_cannot_be_called_with_prompt_and_response_is_refused_at_load(files, text, message):
+    files({"r.py": text + "\n"})
+    assert message in error_of("r.py:f")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "f = lambda prompt, response: 1",
+        "def f(*args): return len(args) - 1",
+        "def f(a, b, c=0): return 1",
+        "class F:\n    def __call__(self, prompt, response): return 1\nf = F()",
+        "import functools\ndef g(k, prompt, response): return k\nf = functools.partial(g, 1)",
+        "class F:\n    @staticmethod\n    def g(prompt, response): return 1\nf = F.g",
+        "import functools\ndef d(g):\n    @functools.wraps(g)\n    def h(*a): return g(*a)\n    return h\n"
+        "@d\ndef f(prompt, response): return 1",
+    ],
+)
+def test_lambdas_and_callable_objects_are_functions(files, text):
+    files({"r.py": text + "\n"})
+    assert scores("r.py:f") == {"r.py:f": [1]}
+
+
+# What a function may do
+
+
+def test_a_function_that_changes_the_prompt_changes_nothing_for_others(files):
+    files(
+        {
+            "r.py": "def spoil(prompt, response):\n"
+            "    prompt.metadata['k'].append(2)\n    prompt.answer = 'x'\n    return 1\n"
+            "def check(prompt, response): return prompt.metadata == {'k': [1]} and prompt.answer == 'a'\n"
+        }
+    )
+    rollout = make_rollout(answer="a")
+    rollout.prompt.metadata["k"] = [1]
+    with ScorerPool(["r.py:spoil", "r.py:check"], timeout_s=60, num_workers=1, on_error="raise") as pool:
+        for _ in range(2):
+            assert pool.score([rollout, rollout]).per_function["r.py:check"] == [1, 1]
+    assert rollout.prompt.metadata == {"k": [1]}
+
+
+def test_prints_appear_at_once_on_stderr(files, capfd):
+    files({"r.py": "print('loaded')\ndef f(prompt, response): print('scores', response); return 1\n"})
+    with ScorerPool(["r.py:f"], timeout_s=60, num_workers=1, on_error="raise") as pool:
+        assert "loaded\n" in capfd.readouterr().err
+        pool.score([make_rollout(text="abc")])
+        out, err = capfd.readouterr()
+    assert "scores abc\n" in err and out == ""
+
+
+def test_what_a_function_writes_to_files_is_complete_after_close(files):
+    files(
+        {
+            "r.py": "import atexit\nlog = open('log.txt', 'w')\natexit.register(log.write, 'end')\n"
+            "def f(prompt, response): log.write(response); return 1\n"
+        }
+    )
+    scores("r.py:f", num=3)
+    assert Path("log.txt").read_text() == "012end"
+
+
+def test_a_function_that_forks_gives_one_score(files):
+    files(
+        {
+            "r.py": "import os, time\ndef f(prompt, response):\n    child = os.fork()\n"
+            "    if child: os.waitpid(child, 0)\n    return int(response) + (child == 0) * 100\n"
+        }
+    )
+    assert scores("r.py:f", num=3) == {"r.py:f": [0, 1, 2]}
+
+
+def test_a_function_that_writes_into_the_result_pipe_fails(files):
+    files(
+        {"r.py": "import os, sys\ndef f(prompt, response):\n    os.write(int(sys.argv[1]), b'x' * 100)\n    return 1\n"}
+    )
+    with ScorerPool(["r.py:f"], timeout_s=60, num_workers=1, on_error="zero") as pool:
+        result = pool.score([make_rollout()])
+    assert result.num_failed == 1 and result.scores == [0]
