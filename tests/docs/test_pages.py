@@ -39,6 +39,17 @@ def test_files_of_the_map_exist():
     assert len(paths) >= 10 and [path for path in paths if not (ROOT / "hybrid_rl" / path).exists()] == []
 
 
+def test_the_tests_that_hold_the_guarantees_exist():
+    named = re.findall(r"`((?:tests|profiling)/[\w/]+\.py)(?:::(\w+))?`", (DOCS / "guarantees.md").read_text())
+    assert len(named) >= 15
+    for path, function in named:
+        assert (ROOT / path).is_file(), path
+        names = {
+            node.name for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.FunctionDef)
+        }
+        assert not function or function in names, f"{path}::{function}"
+
+
 def test_the_site_lists_every_page():
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
     assert sorted(re.findall(r"[\w-]+\.md", navigation)) == sorted(page.name for page in DOCS.glob("*.md"))
