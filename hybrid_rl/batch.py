@@ -27,6 +27,11 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     """The row's other columns, which reward functions may read."""
 
+    @property
+    def text_without_prefill(self) -> str:
+        """Text up to the start of the response that is judged."""
+        return self.text.removesuffix(self.prefill)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
@@ -42,12 +47,12 @@ class Rollout:
     is_truncated: bool
     """Whether the token limit ended the response, and not an EOS or a stop string."""
     text: str
-    """Response as it is judged: the prompt's prefill and the text of the sampled tokens."""
+    """Response as it is judged: the prompt's prefill and the sampled tokens except the stop token that ended it."""
 
     @property
     def full_text(self) -> str:
         """Text of the whole sequence; the prefill occurs once."""
-        return self.prompt.text.removesuffix(self.prompt.prefill) + self.text
+        return self.prompt.text_without_prefill + self.text
 
 
 @dataclass(frozen=True, kw_only=True)

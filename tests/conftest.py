@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -81,6 +81,7 @@ def make_tokenizer() -> PreTrainedTokenizerBase:
     """Return a tokenizer with one token per character, whose padding is its EOS."""
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<eos>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()  # texts of tokens have no spaces between them
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<eos>", bos_token="<bos>")
 
 
@@ -162,6 +163,7 @@ def make_rollout(
     is_truncated: bool = False,
     text: str = "",
     prompt_text: str = "",
+    prefill: str = "",
     answer: str | None = None,
 ) -> Rollout:
     """Return a response to a prompt.
@@ -171,7 +173,9 @@ def make_rollout(
         rollout_logprobs: None gives every response token -1.
     """
     return Rollout(
-        prompt=Prompt(prompt_id=prompt_id, text=prompt_text, token_ids=list(prompt_ids), answer=answer),
+        prompt=Prompt(
+            prompt_id=prompt_id, text=prompt_text, token_ids=list(prompt_ids), prefill=prefill, answer=answer
+        ),
         sequence_id=prompt_id if sequence_id is None else sequence_id,
         response_ids=list(response_ids),
         rollout_logprobs=[-1.0] * len(response_ids) if rollout_logprobs is None else list(rollout_logprobs),

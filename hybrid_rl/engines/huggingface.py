@@ -102,7 +102,8 @@ class HuggingFaceEngine:
         """
         if not stop_strings:
             return torch.zeros(len(tokens[0]), dtype=torch.bool, device=self._device)
-        texts = [self._tokenizer.decode(ids) for ids in torch.stack(list(tokens), 1).tolist()]
+        sequences = torch.stack(list(tokens), 1).tolist()
+        texts = [self._tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in sequences]
         found = [any(string in text for string in stop_strings) for text in texts]
         return torch.tensor(found, device=self._device)
 

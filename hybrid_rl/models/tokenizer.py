@@ -1,8 +1,15 @@
-"""Tokenizers of model folders, and the token ids that end a response."""
+"""Tokenizers of model folders: token ids of texts, texts of token ids, and the ids that end a response."""
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+import json
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file
 
 from hybrid_rl.config import ConfigError, check
+
+PROBE_LENGTH = 64
+"""Characters of a text that show which special tokens a tokenizer adds."""
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -30,14 +37,80 @@ def load_other_tokenizer(path: str, tokenizer: PreTrainedTokenizerBase) -> PreTr
 def eos_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return every id that ends a response, sorted: the tokenizer's EOS and those of the folder's generation config.
 
+    A folder whose generation config names none takes those that its config.json names, as transformers does.
+
     Raises:
-        ConfigError: neither names one.
+        ConfigError: none of the sources names one, or a file of the folder cannot be read.
     """
-    try:
-        from_folder = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:
-        from_folder = None
-    ids = from_folder if isinstance(from_folder, list) else [from_folder]
-    found = sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
+    from_folder = _named_eos(path, GENERATION_CONFIG_NAME) or _named_eos(path, CONFIG_NAME)
+    found = sorted({i for i in [*from_folder, tokenizer.eos_token_id] if i is not None})
     check(bool(found), f"models.actor = {path}: neither tokenizer nor generation config names an EOS token")
     return found
+
+
+def _named_eos(path: str, file_name: str) -> list[int]:
+    """Return the ids under `eos_token_id` in a JSON file of a model; none if there is no such file or key."""
+    file = cached_file(
+        path,
+        file_name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False,
+    )
+    if file is None:
+        return []
+    try:
+        keys = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {file_name} cannot be read: {error}") from error
+    ids = keys.get("eos_token_id") if isinstance(keys, dict) else None
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    check(
+        isinstance(keys, dict) and all(type(i) is int and i >= 0 for i in ids),
+        f"{path}: {file_name} must be a JSON object whose eos_token_id is a token id or a list of them, got {ids}",
+    )
+    return ids
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the token ids of a text that goes on: with the tokens that the tokenizer puts before a text, such as BOS,
+    once, and without those that it puts after one, such as EOS or a separator.
+
+    Raises:
+        ConfigError: the tokenizer changes the text's own tokens when it adds special tokens.
+    """
+    token_ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    added = _added_before(tokenizer, text[:PROBE_LENGTH])
+    return token_ids if token_ids[: len(added)] == added else added + token_ids
+
+
+def _added_before(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the special tokens that the tokenizer puts before a text; none if the text has no tokens."""
+    plain, full = list(tokenizer(text, add_special_tokens=False)["input_ids"]), list(tokenizer(text)["input_ids"])
+    for start in range(len(full) - len(plain) + 1):
+        if full[start : start + len(plain)] == plain:
+            return full[:start]
+    raise ConfigError(
+        f"the tokenizer {tokenizer.name_or_path!r} gives {text!r} the tokens {plain}, and with special tokens {full}, "
+        "which do not contain them: use a tokenizer that adds special tokens before and after a text only"
+    )
+
+
+def decode_after(tokenizer: PreTrainedTokenizerBase, before: list[int], token_ids: list[int]) -> str:
+    """Return the text of tokens that follow others; special tokens are part of it.
+
+    Decoded alone, the tokens of a SentencePiece tokenizer would lose the space before the first word.
+    """
+    start, text = _decode(tokenizer, before), _decode(tokenizer, before + token_ids)
+    # An incomplete character of byte tokens also garbles a character of byte tokens directly before it.
+    return text[len(start) :] if text.startswith(start) else _decode(tokenizer, token_ids)
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
+    """Return the text that stands for the ids, neither shortened nor embellished."""
+    return tokenizer.decode(
+        token_ids,
+        skip_special_tokens=False,
+        clean_up_tokenization_spaces=False,
+        spaces_between_special_tokens=False,
+    )

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.batch import Rollout
 from hybrid_rl.config import check
+from hybrid_rl.models.tokenizer import encode
 
 
 def reencode(
@@ -20,7 +21,8 @@ def reencode(
     - BOS of `tokenizer`, if it adds one, comes first and once; the actor's BOS at the start of the prompt is removed.
     - EOS of `tokenizer` comes last if the response is not truncated, whichever token or string ended it.
     - The actor's chat markup in the prompt is plain text, except for special tokens that both tokenizers have.
-    - Special tokens in the response are removed, as in `Rollout.text`.
+    - The response is `Rollout.text`: the prefill of the chat template belongs to it, and so do special tokens that the
+      actor wrote.
 
     Args:
         rollouts: with token ids of the actor's tokenizer.
@@ -38,8 +40,8 @@ def reencode(
 
 
 def _reencode_one(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, actor_bos: str) -> Rollout:
-    prompt = rollout.prompt.text.removeprefix(actor_bos)
-    prompt_ids, token_ids = _encode(tokenizer, prompt), _encode(tokenizer, prompt + rollout.text)
+    prompt, text = (t.removeprefix(actor_bos) for t in (rollout.prompt.text_without_prefill, rollout.full_text))
+    prompt_ids, token_ids = encode(tokenizer, prompt), encode(tokenizer, text)
     if not rollout.is_truncated:
         token_ids = [*token_ids, tokenizer.eos_token_id]
     num_prompt = next(
@@ -53,11 +55,3 @@ def _reencode_one(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, actor_bo
         response_ids=token_ids[num_prompt:],
         rollout_logprobs=[],
     )
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the ids of a text, with BOS if the tokenizer adds one and without EOS."""
-    bos = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
-    token_ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    adds_bos = bool(bos) and list(tokenizer("")["input_ids"][:1]) == bos
-    return bos + token_ids if adds_bos and token_ids[:1] != bos else token_ids

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rl.batch import Prompt, Rollout
 from hybrid_rl.config import RolloutConfig
 from hybrid_rl.engines import Generation, RolloutEngine, Sampling
+from hybrid_rl.models.tokenizer import decode_after
 
 
 def request_seed(run_seed: int, step: int, sequence_id: int) -> int:
@@ -40,7 +41,7 @@ def collect_rollouts(
     if seeds is None and repeated:
         engine.seed(request_seed(run_seed, step, sequence_ids[0]))
     generations = engine.generate([p.token_ids for p in repeated], sampling, seeds)
-    return _rollouts(repeated, sequence_ids, generations, tokenizer)
+    return _rollouts(repeated, sequence_ids, generations, tokenizer, stop_token_ids)
 
 
 def generate_greedy(
@@ -54,7 +55,7 @@ def generate_greedy(
     """Return the greedy response to each prompt, without log-probs; see `collect_rollouts` for the arguments."""
     sampling = _sampling(config, 0.0, stop_token_ids)
     generations = engine.generate([p.token_ids for p in prompts], sampling, None)
-    return _rollouts(prompts, [p.prompt_id for p in prompts], generations, tokenizer)
+    return _rollouts(prompts, [p.prompt_id for p in prompts], generations, tokenizer, stop_token_ids)
 
 
 def evaluation_sums(responses: Sequence[Rollout], scores: Sequence[float], num_samples: int) -> dict[str, float]:
@@ -92,9 +93,8 @@ def _rollouts(
     sequence_ids: Sequence[int],
     generations: Sequence[Generation],
     tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: Sequence[int],
 ) -> list[Rollout]:
-    # batch_decode returns one text for an empty list, which a rank without prompts has.
-    texts = [tokenizer.decode(g.token_ids, skip_special_tokens=True) for g in generations]
     return [
         Rollout(
             prompt=prompt,
@@ -102,7 +102,21 @@ def _rollouts(
             response_ids=generation.token_ids,
             rollout_logprobs=generation.logprobs,
             is_truncated=generation.is_truncated,
-            text=text,
+            text=judged_text(prompt, generation, tokenizer, stop_token_ids),
         )
-        for prompt, sequence_id, generation, text in zip(prompts, sequence_ids, generations, texts, strict=True)
+        for prompt, sequence_id, generation in zip(prompts, sequence_ids, generations, strict=True)
     ]
+
+
+def judged_text(
+    prompt: Prompt, generation: Generation, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]
+) -> str:
+    """Return the text of a response for reward functions, services and files.
+
+    It is the prompt's prefill and every sampled token, special tokens included, except the stop token that ended the
+    response; a stop string stays. Prompt and text together are the text of the whole sequence.
+    """
+    token_ids = generation.token_ids
+    if token_ids and not generation.is_truncated and token_ids[-1] in stop_token_ids:
+        token_ids = token_ids[:-1]
+    return prompt.prefill + decode_after(tokenizer, prompt.token_ids, token_ids)

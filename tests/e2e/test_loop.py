@@ -25,8 +25,8 @@ from hybrid_rl.batch import Rollout, TrainBatch, make_train_batch
 from hybrid_rl.build import build
 from hybrid_rl.config import Config
 from hybrid_rl.engines import Generation, Sampling
-from hybrid_rl.memory.phases import PhaseError
 from hybrid_rl.memory.micro_batches import TokenLimit
+from hybrid_rl.memory.phases import PhaseError
 from hybrid_rl.memory.residency import Phase
 from hybrid_rl.run import Run
 from hybrid_rl.steps.logprobs import Packing, token_logprobs
@@ -362,7 +362,8 @@ def test_rollout_files_hold_the_batches(live: Live):
         for row, sequence, start in zip(rows, batch.sequences, batch.prompt_lengths.tolist(), strict=True):
             assert (row["prompt"], row["answer"]) == tuple(data[row["prompt_id"]].values())
             assert sequence[:start].tolist() == tokenizer(row["prompt"])["input_ids"]
-            assert row["response"] == tokenizer.decode(sequence[start:], skip_special_tokens=True)
+            num_eos = 0 if row["is_truncated"] else 1  # the token that ended the response is no part of its text
+            assert row["prompt"] + row["response"] == tokenizer.decode(sequence[: len(sequence) - num_eos])
 
 
 def test_timeline_is_a_trace_with_the_phases_in_order(live: Live):

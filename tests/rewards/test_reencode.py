@@ -29,7 +29,7 @@ MERGES = [("1", "2"), ("=", "3"), ("3", "6")]
 OTHER = make_tokenizer(CHARACTERS, MERGES, adds="[B] $A [E]", bos_token="[B]", eos_token="[E]")
 
 
-def make_response(prompt, response, *, is_truncated=False):
+def make_response(prompt, response, *, is_truncated=False, prefill=""):
     """Return a response of the actor, which ends with EOS unless it is truncated."""
     response_ids = ACTOR(response, add_special_tokens=False)["input_ids"]
     return make_rollout(
@@ -40,6 +40,7 @@ def make_response(prompt, response, *, is_truncated=False):
         is_truncated=is_truncated,
         text=response,
         prompt_text=prompt,
+        prefill=prefill,
         answer="36",
     )
 
@@ -81,6 +82,18 @@ def test_the_actors_bos_is_removed_and_bos_occurs_once():
 def test_special_tokens_of_the_actor_are_plain_text_unless_both_tokenizers_have_them():
     assert read(encode(make_response("1</s>", "1"))) == (["[B]", "1", "<", "/", "s", ">"], ["1", "[E]"])
     assert read(encode(make_response("1[E]", "1"))) == (["[B]", "1", "[E]"], ["1", "[E]"])
+
+
+def test_the_prefill_occurs_once():
+    assert read(encode(make_response("12+24=3", "36", prefill="3"))) == (
+        ["[B]", "12", "+", "2", "4"],
+        ["=3", "6", "[E]"],
+    )
+
+
+def test_eos_occurs_once_if_the_tokenizer_appends_it_and_is_its_bos():
+    both = make_tokenizer(CHARACTERS, MERGES, adds="$A [E]", bos_token="[E]", eos_token="[E]")
+    assert read(encode(make_response("12+24=", "12"), both), both) == (["12", "+", "2", "4", "="], ["12", "[E]"])
 
 
 def test_an_empty_response_leaves_the_prompt_alone():

@@ -1,5 +1,6 @@
 """Remote scores, requested from real HTTP servers in this process."""
 
+import email.utils
 import itertools
 import json
 import socket
@@ -8,31 +9,39 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import requests
 
 from hybrid_rl.config import ConfigError, RewardConfig
 from hybrid_rl.rewards import RemoteScorer, ScorerPool
+from hybrid_rl.rewards.remote import _retry_after_s
 from hybrid_rl.rewards.scoring import RewardSources, score_responses
 from tests.conftest import make_rollout
 
 
 class Service:
-    """A server whose answer to each request is `reply(body)`: a status and a text."""
+    """A server whose answer to each request is `reply(body)`: a status, a text and, optionally, headers."""
 
     def __init__(self, reply):
-        self.bodies = []
+        self.bodies, self.others = [], []
         service = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 service.bodies.append(body)
-                status, text = reply(body)
+                status, text, *headers = reply(body)
                 try:
                     self.send_response(status)
+                    for name, value in headers[0].items() if headers else ():
+                        self.send_header(name, value)
                     self.end_headers()
                     self.wfile.write(text.encode())
                 except BrokenPipeError:
                     pass  # the client has timed out
+
+            def do_GET(self):
+                service.others.append("GET")
+                self.send_error(405)
 
             def log_message(self, *_):
                 pass
@@ -100,6 +109,15 @@ def test_scores_keep_the_order_and_requests_hold_prompts_responses_and_answers(s
     assert score([service.url], []) == [] and len(service.bodies) == 1
 
 
+def test_a_prefill_belongs_to_the_response_and_not_to_the_prompt(serve):
+    service = serve(lengths)
+    rollout = make_rollout(prompt_text="2+2=<think>", prefill="<think>", text="<think>4</think>4")
+    assert score([service.url], [rollout]) == [17]
+    (body,) = service.bodies
+    assert (body["prompts"], body["responses"]) == (["2+2="], ["<think>4</think>4"])
+    assert body["query"] == [p + r for p, r in zip(body["prompts"], body["responses"], strict=True)]
+
+
 def test_a_batch_is_spread_over_the_services_at_the_same_time(serve):
     meeting = threading.Barrier(2, timeout=60)  # each answers only when both have a request
 
@@ -125,7 +143,7 @@ def test_a_request_to_a_service_that_is_down_goes_to_the_next_one(serve):
     down = f"http://127.0.0.1:{held.getsockname()[1]}/get_reward"
     for urls in ([down, service.url], [service.url, down]):
         assert score(urls, retries=1) == [1, 2, 3, 4, 5]
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(ConfigError) as caught:
         score([down, service.url], retries=0)
     message = str(caught.value)
     assert "3 responses, first prompt_id 0, sequence_id 10, after 1 attempts" in message
@@ -148,7 +166,7 @@ def test_retries_follow_after_pauses_that_double(serve):
 
 def test_a_failed_request_names_service_status_and_sample(serve):
     service = serve(lambda _: (500, "no GPU"))
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(ConfigError) as caught:
         score([service.url], ROLLOUTS[3:], retries=2)
     assert str(caught.value).count(f"{service.url}: status 500: 'no GPU'") == 3 == len(service.bodies)
     assert "first prompt_id 3, sequence_id 13, after 3 attempts" in str(caught.value)
@@ -164,7 +182,7 @@ def test_a_silent_service_times_out_and_the_next_one_answers(serve):
     slow, service = serve(silent), serve(lengths)
     start = time.monotonic()
     assert score([slow.url, service.url], ROLLOUTS[:1], timeout_s=1, retries=1) == [1]
-    with pytest.raises(RuntimeError, match="ReadTimeout"):
+    with pytest.raises(ConfigError, match="ReadTimeout"):
         score([slow.url], timeout_s=1)
     assert time.monotonic() - start < 50
     over.set()
@@ -186,21 +204,115 @@ def test_a_silent_service_times_out_and_the_next_one_answers(serve):
         ('{"reward": [1, 2, 3, 4, 5]}', "no list under 'rewards' or 'scores'"),
         ("[1, 2, 3, 4, 5]", "no list under 'rewards' or 'scores'"),
         ("fine", "the answer is not JSON: 'fine'"),
+        ("<html>\nError", "the answer is not JSON: '<html>'"),
+        ("", "the answer is not JSON: an empty body"),
+        ("[" * 100_000, "the answer is not JSON: '[[["),
+        ("{}", "no list under 'rewards' or 'scores': {}"),
+        ('{"rewards": null, "scores": [1, 2, 3, 4, 5]}', "no list under 'rewards' or 'scores'"),
+        ('{"rewards": []}', "0 rewards for 5 responses"),
+        ('{"rewards": [1, 2, 3, 4, 5, 6]}', "6 rewards for 5 responses"),
+        ('{"rewards": [[1], [2], [3], [4], [5]]}', "prompt_id 0, sequence_id 10 is [1]: must be a finite number"),
+        ('{"rewards": [1, 2, {"score": 3}, 4, 5]}', "prompt_id 2, sequence_id 12 is {'score': 3}"),
+        ('{"rewards": [1, 2, 3, -1e999, 5]}', "prompt_id 3, sequence_id 13 is -inf"),
+        (f'{{"rewards": [1, 1{"0" * 400}, 3, 4, 5]}}', "prompt_id 1, sequence_id 11 is 1000"),
     ],
 )
 def test_a_malformed_answer_is_an_error_without_a_retry(serve, text, message):
     service = serve(lambda _: (200, text))
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(ConfigError) as caught:
         score([service.url], retries=3)
-    assert message in str(caught.value) and str(caught.value).startswith(service.url)
-    assert len(service.bodies) == 1
+    assert message in str(caught.value) and str(caught.value).startswith(f"reward.remote_urls: {service.url}")
+    assert len(service.bodies) == 1 and "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 409, 413, 422, 451])
+def test_a_request_that_a_service_refuses_is_not_sent_again(serve, status):
+    refusing, other = serve(lambda _: (status, "labels must be text\nmore\n")), serve(lengths)
+    with pytest.raises(ConfigError) as caught:
+        score([refusing.url, other.url], ROLLOUTS[:1], retries=3)
+    assert str(caught.value) == (
+        f"reward.remote_urls: {refusing.url} refuses a request for 1 responses, first prompt_id 0, sequence_id 10, "
+        f"with status {status}: 'labels must be text'"
+    )
+    assert (len(refusing.bodies), len(other.bodies)) == (1, 0)
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503])
+def test_a_request_that_may_succeed_later_is_sent_again(serve, status):
+    answers = iter([(status, "later")])
+    service = serve(lambda body: next(answers, None) or lengths(body))
+    assert score([service.url], retries=1) == [1, 2, 3, 4, 5] and len(service.bodies) == 2
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_refused_with_its_target(serve, status):
+    target = serve(lengths)
+    service = serve(lambda _: (status, "", {"Location": target.url}))
+    with pytest.raises(ConfigError) as caught:
+        score([service.url], retries=3)
+    assert f"{service.url} redirects to {target.url} (status {status}): give the URL that answers" in str(caught.value)
+    assert (len(service.bodies), target.bodies, target.others) == (1, [], [])
+
+
+def http_date(seconds_ahead):
+    return email.utils.formatdate(time.time() + seconds_ahead, usegmt=True)
+
+
+def test_a_service_is_not_called_again_before_it_asks_for(serve, monkeypatch):
+    """Only this service waits: the next one is called after the ordinary pause."""
+    times = []
+
+    def busy(body):
+        times.append(time.monotonic())
+        return lengths(body) if len(times) > 1 else (429, "", {"Retry-After": "1"})
+
+    first, second = serve(busy), serve(lambda _: (503, "down"))
+    assert score([first.url, second.url], ROLLOUTS[:1], retries=2) == [1]
+    assert times[1] - times[0] >= 1 and len(second.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    "header, low, high",
+    [
+        ({}, 0, 0),
+        ({"Retry-After": "7"}, 7, 7),
+        ({"Retry-After": "86400"}, 300, 300),
+        ({"Retry-After": "-5"}, 0, 0),
+        ({"Retry-After": "soon"}, 0, 0),
+        ({"Retry-After": http_date(200)}, 100, 201),
+        ({"Retry-After": http_date(-200)}, 0, 0),
+    ],
+)
+def test_retry_after_is_seconds_or_a_date(header, low, high):
+    response = requests.Response()
+    response.headers.update(header)
+    assert low <= _retry_after_s(response) <= high
+
+
+def test_answers_belong_to_their_responses_when_a_part_moves_to_another_service(serve):
+    """The first service fails once, so that both parts are answered by the second, the first part later."""
+    first, second = serve(lambda _: (500, "down")), serve(lengths)
+    rollouts = make_rollouts(["x" * (n % 4) for n in range(7)])
+    assert score([first.url, second.url], rollouts, retries=1) == [0, 1, 2, 3, 0, 1, 2]
+    assert sorted(len(body["responses"]) for body in second.bodies) == [3, 4]
 
 
 @pytest.mark.parametrize(
     "urls, settings, message",
     [
         ([], {}, "remote_urls is empty"),
-        (["localhost:80"], {}, r"remote_urls: 'localhost:80' must start with http\(s\)://"),
+        (["localhost:80"], {}, "remote_urls: 'localhost:80' must start with http:// or https://"),
+        (["ftp://h/x"], {}, "'ftp://h/x' must start with http:// or https://"),
+        ([""], {}, "'' must start with http:// or https://"),
+        (["http://"], {}, "'http://' names no host"),
+        (["http:///get_reward"], {}, "'http:///get_reward' names no host"),
+        (["http://:80/x"], {}, "'http://:80/x' names no host"),
+        (["http://h:99999/x"], {}, "'http://h:99999/x' is no URL: Port out of range"),
+        (["http://h:x/"], {}, "'http://h:x/' is no URL: Port could not be cast"),
+        (["http://[::1/x"], {}, "is no URL: Invalid IPv6 URL"),
+        (["http://*h/"], {}, "is no URL: Invalid URL"),
+        (["http://h/a b"], {}, "'http://h/a b' contains white space"),
+        (["http://ok/", "ftp://a", "ftp://b"], {}, "'ftp://a' must .*\n.*'ftp://b' must"),
         (["http://h"], {"timeout_s": 0}, "remote_timeout_s = 0"),
         (["http://h"], {"retries": -1}, "remote_retries = -1"),
     ],
@@ -208,6 +320,18 @@ def test_a_malformed_answer_is_an_error_without_a_retry(serve, text, message):
 def test_settings_are_checked(urls, settings, message):
     with pytest.raises(ConfigError, match=message):
         RemoteScorer(urls, **{"timeout_s": 1, "retries": 0, **settings})
+
+
+@pytest.mark.parametrize("url", ["http://me:secret@h/x", "https://secret@h", "//me:secret@h/"])
+def test_a_password_in_a_url_is_refused_and_not_shown(url):
+    with pytest.raises(ConfigError, match=r"the URL of host h holds a user name or password.*~/\.netrc") as caught:
+        RemoteScorer([url], timeout_s=1, retries=0)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["http://h", "HTTPS://h.example:443/a/b?c=d", "http://[::1]:80/x", "http://10.0.0.1/"])
+def test_urls_of_services_are_accepted(url):
+    RemoteScorer([url], timeout_s=1, retries=0)
 
 
 def test_a_remote_score_is_added_with_its_weight_to_the_functions(serve):
