@@ -16,7 +16,7 @@ NAMES: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
-    dict: "a mapping",
+    dict: "a mapping from names to values",
     type(None): "null",
 }
 """Type -> what a message calls it."""
@@ -142,10 +142,10 @@ def wrong_type(name: str, value: str, annotation: Any) -> str:
 
 
 def describe(annotation: Any) -> str:
-    """Return in words which values a type takes: `a whole number or null`."""
+    """Return in words which values a type takes: `null or a whole number`."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if is_optional(annotation):
-        return f"{describe(without_null(annotation))} or null"
+        return f"null or {describe(without_null(annotation))}"
     if origin is Literal:
         return f"one of {', '.join(map(str, arguments))}"
     if origin is list:

@@ -3,18 +3,37 @@
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from argparse import REMAINDER, Action
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jsonargparse import ArgumentParser, set_parsing_settings
+from jsonargparse import ArgumentParser, set_dumper, set_loader, set_parsing_settings
+from yaml import YAMLError
 
-from hybrid_rl.config import Config, ConfigError, RunError
+from hybrid_rl.config import Config, ConfigError, Findings, RunError, as_dict, check
+from hybrid_rl.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE
+from hybrid_rl.setting_types import with_settings
+from hybrid_rl.settings_yaml import dump, load
 from hybrid_rl.validate import validate
-from launch.renamed import RENAMED, accept_former_names
+from launch.command_line import read_command_line
+from launch.renamed import RENAMED
 
 DEMO = Path(__file__).parent / "configs" / "demo.yaml"
+
+FORMAT = "settings"
+"""Name under which jsonargparse has the YAML of settings files."""
+OPTION_RANGES = {
+    "num_processes": COUNT,
+    "gpus": COUNT,
+    "nodes": COUNT,
+    "num_workers": COUNT,
+    "max_failures": COUNT_OR_ZERO,
+    "wait_s": NOT_NEGATIVE,
+}
+"""Option of a launcher -> range of its number."""
 
 # While it is imported, vLLM logs before it reads VLLM_LOGGING_LEVEL. Its engine's process imports the launcher first.
 logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR").upper())
@@ -28,11 +47,29 @@ class SettingsParser(ArgumentParser):
         print_error(" ".join(message.split()))
         sys.exit(2)
 
+    def options(self) -> dict[str, Any]:
+        """Return the launcher's own options -> the type of the value; a settings file may have them, too."""
+        others = {"help", "config", "print_config"}
+        return {a.dest: _type_of(a) for a in self._actions if a.dest not in others and a.nargs != REMAINDER}
+
+    def flags(self) -> set[str]:
+        """Return the options that take no value."""
+        return {"print_config", *(action.dest for action in self._actions if action.nargs == 0)}
+
+
+def _type_of(option: Action) -> Any:
+    if option.nargs == 0:
+        return bool
+    kind = getattr(option, "_typehint", None) or str  # jsonargparse keeps the type of an option here
+    return int if isinstance(kind, type) and issubclass(kind, int) else kind
+
 
 def make_parser(program: str, description: str | None) -> SettingsParser:
     """Return a parser of `--config`; the launcher adds its own options, `read_settings` those of the run."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = SettingsParser(prog=program, description=description)
+    set_loader(FORMAT, load, (YAMLError,))
+    set_dumper(FORMAT, dump)
+    parser = SettingsParser(prog=program, description=description, parser_mode=FORMAT)
     parser.add_argument("--config", action="config", help="YAML file with any of the settings below.")
     return parser
 
@@ -43,19 +80,36 @@ def read_settings(parser: SettingsParser, arguments: list[str]) -> tuple[Config,
     Without `--config`, the demo's settings are the base. Settings may have their former names, each with a warning.
 
     Raises:
-        SystemExit: an argument or a settings file cannot be read; with code 2, after one sentence on stderr.
+        SystemExit: an argument or a settings file cannot be read; with code 2, after one sentence on stderr for each.
     """
+    options = parser.options()
+    flags = parser.flags()
     parser.add_class_arguments(Config)
+    if {"-h", "--help"} & set(arguments):
+        parser.parse_args(["--help"])
     if not any(a == "--config" or a.startswith("--config=") for a in arguments):
         arguments = ["--config", str(DEMO), *arguments]
-    try:
-        arguments, former_names = accept_former_names(arguments)
-    except ConfigError as error:
-        parser.error(str(error))
-    for name in dict.fromkeys(former_names):
+    with exit_on_config_error():
+        given = read_command_line(arguments, options=options, flags=flags)
+        check_options(given.options)
+    for name in dict.fromkeys(given.former_names):
         print(f"warning: {name} is now {RENAMED[name]}", file=sys.stderr)
-    settings = parser.instantiate(parser.parse_args(arguments))
-    return Config(**{name: settings[name] for name in Config.__dataclass_fields__}), settings
+    config = with_settings(Config(), given.settings)
+    tree = as_dict(config) | given.options
+    return config, parser.parse_args([f"--config={dump(tree, default_flow_style=True)}", *given.flags])
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Check that the numbers among the options of a launcher are in range.
+
+    Raises:
+        ConfigError: one sentence for every number that is not.
+    """
+    findings = Findings()
+    for name in options.keys() & OPTION_RANGES.keys():
+        rule = OPTION_RANGES[name].broken_rule(options[name]) if options[name] is not None else None
+        findings.run(partial(check, rule is None, f"--{name} = {options[name]}: {rule}"))
+    findings.raise_any()
 
 
 def prepare(config: Config) -> Config:

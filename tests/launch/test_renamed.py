@@ -65,12 +65,12 @@ def test_former_name_sets_the_setting_and_warns_once(name, form, tmp_path, capsy
 
 def test_file_keeps_its_other_values(tmp_path, capsys):
     (tmp_path / "old.yaml").write_text(
-        "run: {name: old, profile_steps: [1, 2]}\nprompts: {num_eval: 7, task_options: {1: two}}\n"
+        "run: {name: old, profile_steps: [1, 2]}\nprompts: {num_eval: 7, task_options: {a: two}}\n"
         "update: {actor: {lr: 1e-5}}\nmodels: {actor: '12'}\n"
     )
     config = read(f"--config={tmp_path / 'old.yaml'}")
     assert (config.run.name, config.run.profile_steps, config.prompts.max_eval_samples) == ("old", (1, 2), 7)
-    assert (config.prompts.task_options, config.update.actor.lr, config.models.actor) == ({1: "two"}, 1e-5, "12")
+    assert (config.prompts.task_options, config.update.actor.lr, config.models.actor) == ({"a": "two"}, 1e-5, "12")
     assert capsys.readouterr().err == warning("prompts.num_eval")
 
 
