@@ -210,13 +210,14 @@ class RewardConfig:
     remote_timeout_s: float = 60.0
     """Seconds that a request may take to connect, and between two parts of the answer."""
     remote_retries: int = 3
-    """Further attempts of a failed request, each at the next service, after pauses that grow."""
+    """Further attempts of a failed request, each at the next service, after pauses that grow. A request that a service
+    refuses (status 4xx except 408, 425 and 429) or redirects is not sent again."""
     timeout_s: float = 10.0
     """Seconds that all rule functions together may take for a response; a scorer process that exceeds them is
     killed."""
     on_error: Literal["raise", "zero"] = "raise"
-    """Handling of a scorer that fails or exceeds its time: exit with an error, or give score 0 and count the
-    failure."""
+    """Handling of a rule function that fails or exceeds its time, in training and evaluation: exit with an error, or
+    count the failure and give score 0, which counts like any other score, also in the mean of its group."""
     num_workers: int = 1
     """Scorer processes per rank."""
     truncation_penalty: float = 0.0

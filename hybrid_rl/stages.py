@@ -77,7 +77,10 @@ def measure_accuracy(run: Run, step: int) -> Metrics:
         responses = rollout.collect_rollouts(
             *arguments, settings, stop_token_ids=data.stop_token_ids, run_seed=config.run.seed + 1, step=step
         )
-    sums = rollout.evaluation_sums(responses, data.eval_scorer.score(responses).scores, num_samples)
+    with scoring.fail_together(run.world):
+        result = data.eval_scorer.score(responses)
+    sums = rollout.evaluation_sums(responses, result.scores, num_samples)
+    sums["eval/num_failed"] = result.num_failed / num_samples
     return run.world.means(sums, dict.fromkeys(sums, len(data.eval_prompts)))
 
 
@@ -93,10 +96,12 @@ def is_target_reached(run: Run, evaluation: Metrics) -> bool:
 @logged("scores")
 def score_responses(run: Run, step: int, rollouts: Sequence[Rollout], greedy: Sequence[Rollout]) -> Scored:
     """Return the responses with their scores; the greedy responses' scores become their prompts' baselines."""
-    scored = scoring.score_responses(rollouts, run.sources, run.config.reward)
-    if not greedy:
+    with scoring.fail_together(run.world):
+        scored = scoring.score_responses(rollouts, run.sources, run.config.reward)
+    if not run.config.needs_greedy:
         return scored
-    scores = scoring.score_responses(greedy, run.sources, run.config.reward).scores.tolist()
+    with scoring.fail_together(run.world):
+        scores = scoring.score_responses(greedy, run.sources, run.config.reward).scores.tolist()
     return replace(scored, baselines={r.prompt.prompt_id: s for r, s in zip(greedy, scores, strict=True)})
 
 

@@ -145,13 +145,6 @@ def _payments(rewards: Tensor, mask: Tensor, kl: Tensor | None, kl_coef: float) 
     return paid | {"kl": kl, "kl_coef": kl_coef}
 
 
-def masked_sums(x: Tensor, mask: Tensor) -> Tensor:
-    """Return [3] float64: number, sum and sum of squares of the entries in the mask; over ranks the results add up."""
-    check_same_shape(x=x, mask=mask)
-    selected = torch.where(mask.bool(), x, 0).double()
-    return torch.stack([mask.bool().sum().double(), selected.sum(), selected.square().sum()])
-
-
 def moments(x: Tensor, mask: Tensor) -> Tensor:
     """Return [3] float64: number, mean and sum of squared deviations of x [B, T] in the mask, without gradient.
 

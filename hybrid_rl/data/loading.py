@@ -96,7 +96,9 @@ def _make_scorer(config: Config, make: Callable[..., ScorerPool]) -> ScorerPool 
 
 def _make_eval_scorer(config: Config, make: Callable[..., ScorerPool]) -> ScorerPool | None:
     """Return the rule function of evaluation; None if the run does not evaluate."""
-    return make([config.run.eval_function], on_error="zero") if _evaluates(config) else None
+    if not _evaluates(config):
+        return None
+    return make([config.run.eval_function], on_error=config.reward.on_error, field="run.eval_function")
 
 
 def _stop_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase, template: Template) -> list[int]:

@@ -27,25 +27,19 @@ class RunningNormalizer:
         """Population standard deviation of all rewards so far; 0 if they are all equal."""
         return math.sqrt(self._squares / self._count) if self._count else 0.0
 
-    def update(self, count: float, total: float, squares: float) -> None:
-        """Add a batch of rewards.
-
-        Args:
-            count, total, squares: number of rewards, their sum and the sum of their squares, each over all ranks, as
-                `algorithms.advantage.masked_sums` returns them.
-        """
+    def update(self, count: float, mean: float, squares: float) -> None:
+        """Add a batch of rewards, given its `moments`; the ranks' batches in the same order on every rank."""
         if not count:
             return
-        mean, new_count = total / count, self._count + count
+        new_count = self._count + count
         difference = mean - self._mean
-        # Rounding can give a batch of equal rewards a variance below 0.
-        self._squares += max(squares - total * mean, 0.0) + difference**2 * self._count * count / new_count
+        self._squares += squares + difference**2 * self._count * count / new_count
         self._mean += difference * count / new_count
         self._count = new_count
 
     def apply(self, rewards: "Tensor") -> "Tensor":
-        """Return (rewards - mean) / std, of any shape; if std is 0, rewards - mean."""
-        return (rewards - self.mean) / (self.std or 1.0)
+        """Return (rewards - mean) / std, of any shape, in the dtype of the rewards; if std is 0, rewards - mean."""
+        return ((rewards.double() - self.mean) / (self.std or 1.0)).to(rewards.dtype)
 
     def state_dict(self) -> dict[str, float]:
         """Return the moments of all rewards so far."""
@@ -54,3 +48,13 @@ class RunningNormalizer:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continue from the moments of a `state_dict`."""
         self._count, self._mean, self._squares = state["count"], state["mean"], state["squares"]
+
+
+def moments(rewards: "Tensor") -> tuple[float, float, float]:
+    """Return number, mean and sum of squared deviations of rewards [B], in float64; for equal rewards exactly 0."""
+    if not len(rewards):
+        return 0.0, 0.0, 0.0
+    deviations = rewards.double() - rewards[0].double()
+    offset = deviations.mean()
+    squares = (deviations - offset).square().sum()
+    return float(len(rewards)), float(rewards[0].double() + offset), float(squares)

@@ -28,10 +28,13 @@ class ScoreResult:
     """[B] weighted sums over the functions; a function that failed adds 0, the others their scores."""
     per_function: dict[str, list[float]]
     """Function -> its [B] unweighted scores; 0 where it failed."""
-    num_failed: int
-    """Number of responses for which a function failed or exceeded the time limit."""
-    failures: list[str]
-    """One message per failed response."""
+    failures: dict[int, str]
+    """Row of a response for which a function failed or exceeded the time limit -> message."""
+
+    @property
+    def num_failed(self) -> int:
+        """Number of responses for which a function failed or exceeded the time limit."""
+        return len(self.failures)
 
 
 class ScorerPool:
@@ -94,9 +97,10 @@ class ScorerPool:
         except BaseException:
             self.close()  # else the next call would receive results of this one
             raise
-        failures = [self._describe(rollouts[i], result) for i, result in enumerate(results) if _failed(result)]
+        failures = {i: self._describe(rollouts[i], result) for i, result in enumerate(results) if _failed(result)}
         if failures:
-            logger.warning("%d of %d responses have a failed score: %s", len(failures), len(rollouts), failures[0])
+            first = next(iter(failures.values()))
+            logger.warning("%d of %d responses have a failed score: %s", len(failures), len(rollouts), first)
 
         per_function = {
             name: [0.0 if isinstance(result[i], str) else float(result[i]) for result in results]
@@ -106,7 +110,6 @@ class ScorerPool:
         return ScoreResult(
             scores=[sum(w * value for w, value in zip(self._weights, values, strict=True)) for values in per_response],
             per_function=per_function,
-            num_failed=len(failures),
             failures=failures,
         )
 

@@ -2,17 +2,19 @@
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from hybrid_rl.algorithms.advantage import masked_sums, overlong_penalty
+from hybrid_rl.algorithms.advantage import overlong_penalty
 from hybrid_rl.batch import Rollout, TrainBatch, balance, make_train_batch
-from hybrid_rl.config import RewardConfig
+from hybrid_rl.config import ConfigError, RewardConfig
 from hybrid_rl.distributed import World
 from hybrid_rl.rewards import RemoteScorer, RunningNormalizer, ScorerPool
+from hybrid_rl.rewards.normalize import moments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,20 +35,22 @@ class Scored:
 
     rollouts: list[Rollout]
     scores: Tensor
-    """[B] float32; weighted sum of all sources, before penalties, normalisation and clip."""
+    """[B] float64; weighted sum of all sources, before penalties, normalisation and clip."""
     parts: dict[str, Tensor]
-    """Source -> its scores [B] float32, unweighted."""
+    """Source -> its scores [B] float64, unweighted."""
     baselines: dict[int, float] = field(default_factory=dict)
     """Prompt id -> score of the greedy response, for ReMax."""
-    num_failed: int = 0
-    """Responses for which a function failed."""
+    failed: frozenset[int] = frozenset()
+    """Sequence ids of the responses for which a function failed, and counts as 0."""
 
     def select(self, rows: Sequence[int]) -> "Scored":
-        """Return some of the responses; num_failed stays."""
+        """Return some of the responses."""
         index = torch.tensor(rows, dtype=torch.int64)
+        rollouts = [self.rollouts[row] for row in rows]
         return replace(
             self,
-            rollouts=[self.rollouts[row] for row in rows],
+            rollouts=rollouts,
+            failed=self.failed & {rollout.sequence_id for rollout in rollouts},
             scores=self.scores[index],
             parts={name: part[index] for name, part in self.parts.items()},
         )
@@ -57,38 +61,61 @@ class Scored:
             scores=torch.cat([self.scores, other.scores]),
             parts={name: torch.cat([part, other.parts[name]]) for name, part in self.parts.items()},
             baselines=self.baselines | other.baselines,
-            num_failed=self.num_failed + other.num_failed,
+            failed=self.failed | other.failed,
         )
 
     @property
     def sums(self) -> dict[str, float]:
         """Sums over the responses of the scores and of each source's part, and the number of failures."""
         sums = {f"reward/{name}": float(part.sum()) for name, part in self.parts.items()}
-        return sums | {"reward/score": float(self.scores.sum()), "reward/num_failed": float(self.num_failed)}
+        return sums | {"reward/score": float(self.scores.sum()), "reward/num_failed": float(len(self.failed))}
 
 
 def score_responses(rollouts: Sequence[Rollout], sources: RewardSources, config: RewardConfig) -> Scored:
     """Return the responses with their scores: model_weight * model + remote_weight * remote + weighted functions.
 
     Raises:
-        ValueError: a score is not finite; names its prompt.
+        ConfigError: a source fails, or a score is not finite as float32; names its prompt.
     """
-    scores, parts, num_failed = torch.zeros(len(rollouts)), {}, 0
+    scores, parts, failed = torch.zeros(len(rollouts), dtype=torch.float64), {}, frozenset[int]()
     if sources.model is not None:
-        parts["model"] = sources.model(rollouts)
+        parts["model"] = sources.model(rollouts).double()
         scores += config.model_weight * parts["model"]
     if sources.remote is not None:
-        parts["remote"] = torch.tensor(sources.remote.score(rollouts), dtype=torch.float32)
+        parts["remote"] = torch.tensor(sources.remote.score(rollouts), dtype=torch.float64)
         scores += config.remote_weight * parts["remote"]
     if sources.functions is not None:
         result = sources.functions.score(rollouts)
-        scores += torch.tensor(result.scores, dtype=torch.float32)
-        parts |= {name: torch.tensor(values, dtype=torch.float32) for name, values in result.per_function.items()}
-        num_failed = result.num_failed
-    for row, rollout in enumerate(rollouts):
-        if not torch.isfinite(scores[row]):
-            raise ValueError(f"reward of prompt {rollout.prompt.prompt_id} is {scores[row]}: must be finite")
-    return Scored(rollouts=list(rollouts), scores=scores, parts=parts, num_failed=num_failed)
+        scores += torch.tensor(result.scores, dtype=torch.float64)
+        parts |= {name: torch.tensor(values, dtype=torch.float64) for name, values in result.per_function.items()}
+        failed = frozenset(rollouts[row].sequence_id for row in result.failures)
+    for row in (~scores.float().isfinite()).nonzero().flatten().tolist():
+        prompt_id, sequence_id = rollouts[row].prompt.prompt_id, rollouts[row].sequence_id
+        unweighted = ", ".join(f"{name} {float(part[row]):g}" for name, part in parts.items())
+        raise ConfigError(
+            f"the score of prompt_id {prompt_id}, sequence_id {sequence_id} is {float(scores[row]):g} (before weights: "
+            f"{unweighted}): it must be finite as float32"
+        )
+    return Scored(rollouts=list(rollouts), scores=scores, parts=parts, failed=failed)
+
+
+@contextmanager
+def fail_together(world: World) -> Iterator[None]:
+    """Raise on every rank what a user's mistake has raised on some: else they would wait for a rank that has ended.
+
+    Args:
+        world: all ranks; a collective, also for a rank whose block raises a ConfigError.
+    Raises:
+        ConfigError: the block has raised one on this rank or on another; with the messages of all ranks.
+    """
+    cause = None
+    try:
+        yield
+    except ConfigError as error:
+        cause = error
+    messages = [message for found in world.all_gather(cause.messages if cause else ()) for message in found]
+    if messages:
+        raise ConfigError(*dict.fromkeys(messages)) from cause
 
 
 def balance_by_tokens(scored: Scored, world: World, data_parallel: World) -> Scored:
@@ -114,9 +141,7 @@ def balance_by_tokens(scored: Scored, world: World, data_parallel: World) -> Sco
     rows_for: list[list[int]] = [[] for _ in range(data_parallel.size)]
     for row, rollout in enumerate(scored.rollouts):
         rows_for[rank_of[rollout.prompt.prompt_id]].append(row)
-    parts = [replace(scored.select(rows), num_failed=0) for rows in rows_for]
-    own = data_parallel.rank
-    parts[own] = replace(parts[own], num_failed=scored.num_failed)  # each rank counts the failures that it has seen
+    parts = [scored.select(rows) for rows in rows_for]
     num_duplicates = world.size // data_parallel.size  # consecutive ranks that get the same responses
     received = world.all_to_all([parts[rank // num_duplicates] for rank in range(world.size)])
     local = functools.reduce(Scored.__add__, received)
@@ -126,24 +151,24 @@ def balance_by_tokens(scored: Scored, world: World, data_parallel: World) -> Sco
 def penalize(
     scores: Tensor, lengths: Tensor, is_truncated: Tensor, config: RewardConfig, *, max_response_tokens: int
 ) -> Tensor:
-    """Return scores minus the penalties for length.
+    """Return scores minus the penalties for length, rounded to float32 once: equal rewards stay equal.
 
     Args:
-        scores:       [B] float32.
+        scores:       [B] float64.
         lengths:      [B] int64; tokens of each response.
         is_truncated: [B] bool.
     Returns:
         rewards: [B] float32.
     """
-    rewards = scores - config.truncation_penalty * is_truncated.float()
-    if not config.overlong_buffer:
-        return rewards
-    return rewards + overlong_penalty(
-        lengths,
-        max_response_tokens=max_response_tokens,
-        buffer=config.overlong_buffer,
-        penalty=config.overlong_penalty,
-    )
+    rewards = scores.double() - config.truncation_penalty * is_truncated.double()
+    if config.overlong_buffer:
+        rewards += overlong_penalty(
+            lengths,
+            max_response_tokens=max_response_tokens,
+            buffer=config.overlong_buffer,
+            penalty=config.overlong_penalty,
+        )
+    return rewards.float()
 
 
 def normalize_and_clip(rewards: Tensor, config: RewardConfig, normalizer: RunningNormalizer | None) -> Tensor:
@@ -174,7 +199,8 @@ def add_rewards(
         scored.scores, batch.response_lengths, batch.is_truncated, config, max_response_tokens=max_response_tokens
     )
     if normalizer is not None:
-        normalizer.update(*world.sum(masked_sums(rewards, torch.ones_like(rewards, dtype=torch.bool))).tolist())
+        for count, mean, squares in world.all_gather(moments(rewards)):
+            normalizer.update(count, mean, squares)
     baselines = None
     if scored.baselines:  # without penalties, which belong to the sampled response
         greedy = torch.tensor([scored.baselines[r.prompt.prompt_id] for r in scored.rollouts])

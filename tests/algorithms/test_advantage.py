@@ -12,7 +12,6 @@ from hybrid_rl.algorithms.advantage import (
     discounted_returns,
     gae_advantages,
     length_adaptive_lambda,
-    masked_sums,
     moments,
     overlong_penalty,
     whiten,
@@ -214,7 +213,6 @@ def test_wrong_rewards_and_kl_are_named():
 def test_whiten_by_hand():
     x = torch.tensor([[1.0, 2, 9], [6, 9, 9]])
     mask = torch.tensor([[True, True, False], [True, False, False]])
-    assert masked_sums(x, mask).tolist() == [3, 9, 41]
     assert moments(x, mask).tolist() == pytest.approx([3, 3, 14])  # squared deviations 4 + 1 + 9
     # 1 2 6: mean 9/3 = 3, variance 41/3 - 9 = 14/3 (population), so -2 -1 3 over its root.
     std = math.sqrt(14 / 3)

@@ -123,10 +123,11 @@ def test_scorers_have_the_functions_weights_and_error_handling_of_the_settings(
     assert data.scorer is not None and data.eval_scorer is not None
     with data.scorer as scorer, data.eval_scorer as eval_scorer:
         assert scorer.score([right]).scores == [3.0 + 0.5 * 2.0]
-        with pytest.raises(RuntimeError, match="exact_match: ValueError: the prompt has no answer"):
+        with pytest.raises(ConfigError, match="reward.functions: .*exact_match: ValueError: the prompt has no answer"):
             scorer.score([unknown])
-        result = eval_scorer.score([right, unknown])
-    assert result.per_function == {"last_number": [1.0, 0.0]} and result.num_failed == 1
+        assert eval_scorer.score([right]).per_function == {"last_number": [1.0]}
+        with pytest.raises(ConfigError, match="run.eval_function: .*last_number: ValueError: the prompt has no answer"):
+            eval_scorer.score([right, unknown])
 
 
 def test_what_the_settings_leave_out_is_none(make_config: MakeConfig, tiny: Path) -> None:

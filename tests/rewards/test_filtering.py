@@ -1,10 +1,12 @@
 """Dynamic filtering by hand: the groups that are kept, and the case of too few."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 
+from hybrid_rl.config import ConfigError
 from hybrid_rl.distributed import World
 from hybrid_rl.rewards.filtering import DynamicFilter, informative_rows
 from hybrid_rl.rewards.scoring import Scored
@@ -16,7 +18,9 @@ WORLD = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 def scored(scores: list[float], groups: list[int]) -> Scored:
     """Return responses with their scores, each in the group of its prompt."""
     rollouts = [make_rollout(prompt_id=group, sequence_id=i) for i, group in enumerate(groups)]
-    return Scored(rollouts=rollouts, scores=torch.tensor(scores), parts={"rule": torch.tensor(scores)})
+    return Scored(
+        rollouts=rollouts, scores=torch.tensor(scores, dtype=torch.float64), parts={"rule": torch.tensor(scores)}
+    )
 
 
 def test_groups_whose_mean_score_is_on_a_bound_are_dropped():
@@ -26,6 +30,26 @@ def test_groups_whose_mean_score_is_on_a_bound_are_dropped():
     assert informative_rows(found, (-1.0, 1.0)) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    "score, bounds",
+    [
+        (0.7 + 0.2 + 0.1, (0.0, 1.0)),  # 0.9999999999999999
+        (0.1 + 0.2, (0.0, 0.3)),
+        (0.1, (0.1, 1.0)),
+        (-(0.1 + 0.2), (-0.3, 1.0)),
+    ],
+)
+def test_a_group_of_equal_scores_on_a_bound_is_dropped_in_spite_of_rounding(score, bounds):
+    assert informative_rows(scored([score] * 8, [3] * 8), bounds) == []
+
+
+def test_failures_of_dropped_groups_are_counted_with_all_sampled_responses():
+    kept = DynamicFilter((0.0, 1.0), WORLD)
+    kept.add(replace(scored([1, 0, 0, 0], [1, 1, 2, 2]), failed=frozenset([1, 2, 3])))
+    part, metrics = kept.take(2, seed=0)
+    assert metrics["filter/num_failed"] == 3 / 4 and part.failed == {1}
+
+
 def test_filter_collects_groups_over_batches_and_draws_as_many_as_wanted():
     kept = DynamicFilter((0.0, 1.0), WORLD)
     kept.add(scored([1, 0, 0, 0], [1, 1, 2, 2]))
@@ -33,7 +57,12 @@ def test_filter_collects_groups_over_batches_and_draws_as_many_as_wanted():
     kept.add(scored([1, 0, 0, 1, 1, 0], [3, 3, 4, 4, 5, 5]))
     assert (kept.num_groups, kept.seen) == (4, {1, 2, 3, 4, 5})
     part, metrics = kept.take(2, seed=0)
-    assert metrics == {"filter/score": pytest.approx(0.4), "filter/batches": 2.0, "filter/groups": 2.0}
+    assert metrics == {
+        "filter/score": pytest.approx(0.4),
+        "filter/num_failed": 0.0,
+        "filter/batches": 2.0,
+        "filter/groups": 2.0,
+    }
     groups = {rollout.prompt.prompt_id for rollout in part.rollouts}
     assert len(part.rollouts) == 4 and len(groups) == 2 and groups < {1, 3, 4, 5}
     assert part.parts["rule"].tolist() == part.scores.tolist()
@@ -53,5 +82,5 @@ def test_filter_with_too_few_groups_warns_and_continues(caplog):
 def test_filter_without_any_group_is_an_error():
     kept = DynamicFilter((0.0, 1.0), WORLD)
     kept.add(scored([1, 1], [1, 1]))
-    with pytest.raises(RuntimeError, match=r"kept 0 of 4 groups after 1 batches of prompts \(mean score 1.000"):
+    with pytest.raises(ConfigError, match=r"kept 0 of 4 groups after 1 batches of prompts \(mean score 1.000"):
         kept.take(4, seed=0)

@@ -133,7 +133,7 @@ def test_scores_are_weighted_sums_in_order(scorers):
         assert result.per_function[names[0]] == [1.0] + [0.0] * 19
         assert result.per_function[names[1]] == [float(n + 1) for n in range(20)]
         assert result.scores == [2.0 * (n == 0) + n + 1 + 1.0 + 0.5 + 0.5 for n in range(20)]
-        assert (result.num_failed, result.failures) == (0, [])
+        assert (result.num_failed, result.failures) == (0, {})
         assert pool.score([]).per_function == {name: [] for name in names}
 
 
@@ -178,7 +178,7 @@ def test_one_response_that_times_out_leaves_the_others_their_scores(scorers):
     with make_pool(scorers("bad_at_3"), timeout_s=3, num_workers=2) as pool:
         result = pool.score(make_rollouts(8))
         assert result.scores == [1, 1, 1, 0, 1, 1, 1, 1] and result.num_failed == 1
-        assert "prompt_id 3" in result.failures[0]
+        assert "prompt_id 3" in result.failures[3]
         assert pool.score(make_rollouts(3)).scores == [1, 1, 1]
     assert time.monotonic() - start < 50  # less than the 60 s that the function sleeps
 

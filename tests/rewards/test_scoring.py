@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybrid_rl.algorithms.estimators import group_advantages
 from hybrid_rl.batch import make_train_batch
-from hybrid_rl.config import ModelsConfig, RewardConfig
+from hybrid_rl.config import ConfigError, ModelsConfig, RewardConfig, check
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.memory.micro_batches import TokenLimit
 from hybrid_rl.models.loading import load_value_model
@@ -19,6 +20,7 @@ from hybrid_rl.rewards.scoring import (
     Scored,
     add_rewards,
     balance_by_tokens,
+    fail_together,
     normalize_and_clip,
     penalize,
     score_responses,
@@ -33,7 +35,8 @@ WORLD = World(rank=0, size=1, local_rank=0, device=CPU)
 def scored(scores: list[float], groups: list[int]) -> Scored:
     """Return responses with their scores, each in the group of its prompt."""
     rollouts = [make_rollout(prompt_id=group, sequence_id=i) for i, group in enumerate(groups)]
-    return Scored(rollouts=rollouts, scores=torch.tensor(scores), parts={"rule": torch.tensor(scores)})
+    values = torch.tensor(scores, dtype=torch.float64)
+    return Scored(rollouts=rollouts, scores=values, parts={"rule": values})
 
 
 def model_of(folder: Path, spoil: float | None = None):
@@ -50,15 +53,67 @@ def test_score_is_the_weighted_sum_of_its_sources(tiny, five_rollouts):
     with ScorerPool(["exact_match"], [2.0], timeout_s=60, on_error="raise", num_workers=1) as scorer:
         found = score_responses(five_rollouts, RewardSources(functions=scorer, model=model), config)
     values = model(five_rollouts)
-    torch.testing.assert_close(found.scores, 0.5 * values + torch.tensor([2.0, 0, 0, 0, 0]))
+    torch.testing.assert_close(found.scores, 0.5 * values.double() + torch.tensor([2.0, 0, 0, 0, 0]))
     assert found.sums["reward/model"] == pytest.approx(float(values.sum()), abs=1e-5)
     assert found.sums["reward/exact_match"] == 1 and found.sums["reward/num_failed"] == 0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_score_that_is_not_finite_names_the_prompt(tiny, five_rollouts, value):
-    with pytest.raises(ValueError, match="reward of prompt 20 is nan"):
+    with pytest.raises(
+        ConfigError, match=r"the score of prompt_id 20, sequence_id \d+ is nan \(before weights: model nan"
+    ):
         score_responses(five_rollouts, RewardSources(model=model_of(tiny, spoil=value)), RewardConfig())
+
+
+def test_a_score_beyond_float32_is_an_error():
+    with (
+        ScorerPool(["exact_match"], [1e39], timeout_s=60, on_error="raise", num_workers=1) as scorer,
+        pytest.raises(
+            ConfigError, match=r"sequence_id 3 is 1e\+39 \(before weights: exact_match 1\): it must be finite"
+        ),
+    ):
+        rollouts = [make_rollout(prompt_id=n, answer="7", text=text) for n, text in ((2, "8"), (3, "7"))]
+        score_responses(rollouts, RewardSources(functions=scorer), RewardConfig())
+
+
+def test_functions_that_did_not_fail_count_for_a_response_with_a_failure(tmp_path):
+    """The second response fails one of three functions: 0.25 * 1 + 4 * 0 + 0.5 * 1."""
+    path = tmp_path / "r.py"
+    path.write_text(
+        "def one(prompt, response): return 1\ndef inverse(prompt, response): return 1 / int(response)\n"
+        "def last(prompt, response): return True\n"
+    )
+    names = [f"{path}:{name}" for name in ("one", "inverse", "last")]
+    rollouts = [make_rollout(prompt_id=9, sequence_id=n, text=text) for n, text in ((18, "2"), (19, "0"))]
+    with ScorerPool(names, [0.25, 4.0, 0.5], timeout_s=60, on_error="zero", num_workers=1) as scorer:
+        found = score_responses(rollouts, RewardSources(functions=scorer), RewardConfig())
+    assert found.scores.tolist() == [2.75, 0.75] and found.failed == {19}
+    assert {name: part.tolist() for name, part in found.parts.items()} == dict(
+        zip(names, ([1, 1], [0.5, 0], [1, 1]), strict=True)
+    )
+    assert found.sums["reward/num_failed"] == 1 and found.select([0]).sums["reward/num_failed"] == 0
+    batch = add_rewards(found, RewardConfig(), max_response_tokens=4, world=WORLD)
+    # The 0 counts like any other score in the mean of the group.
+    assert group_advantages(batch.rewards, batch.group_ids, estimator="rloo").tolist() == [2.0, -2.0]
+
+
+def test_sums_of_scores_are_exact_where_float32_would_round():
+    """2**24 + 1 has no float32."""
+    found = scored([2.0**24, 1.0, 1.0], [1, 1, 1])
+    assert found.sums["reward/score"] == found.sums["reward/rule"] == 2**24 + 2
+
+
+def test_equal_rewards_stay_equal_in_spite_of_rounding():
+    """0.7 + 0.2 + 0.1 and 1, and 0.3 less 0.1 and 0.2, differ in float64; in float32 subtraction the latter do."""
+    whole = penalize(
+        torch.tensor([0.7 + 0.2 + 0.1, 1.0, 1.3], dtype=torch.float64),
+        torch.tensor([1, 1, 4]),
+        torch.tensor([False, False, True]),
+        RewardConfig(truncation_penalty=0.3),
+        max_response_tokens=4,
+    )
+    assert whole.dtype == torch.float32 and whole.tolist() == [1, 1, 1]
 
 
 def test_rewards_by_hand():
@@ -108,6 +163,10 @@ def test_penalties_of_sampled_responses_do_not_change_baselines():
 DRAWN = [{0: (9, 9), 2: (8, 8), 4: (7, 7)}, {1: (1, 0), 3: (2, 2)}]
 
 
+FAILED = [{1, 5, 8}, {2}]
+"""Sequence ids of each rank's responses for which a function failed."""
+
+
 def drawn(rank: int) -> Scored:
     """Return the responses of a rank; the score of each is its sequence id, twice its prompt's id plus 0 or 1."""
     rollouts = [
@@ -117,7 +176,20 @@ def drawn(rank: int) -> Scored:
     ]
     scores = torch.tensor([float(rollout.sequence_id) for rollout in rollouts])
     baselines = {group: group / 10 for group in DRAWN[rank]}
-    return Scored(rollouts=rollouts, scores=scores, parts={"rule": -scores}, baselines=baselines, num_failed=rank + 1)
+    return Scored(
+        rollouts=rollouts, scores=scores, parts={"rule": -scores}, baselines=baselines, failed=frozenset(FAILED[rank])
+    )
+
+
+def error_of(world: World) -> str:
+    """Return what the ranks raise together when the second one fails and then all of them succeed."""
+    for is_wrong in (False, world.rank == 1):
+        try:
+            with fail_together(world):
+                check(not is_wrong, "a mistake")
+        except ConfigError as error:
+            return str(error)
+    return ""
 
 
 def main() -> None:
@@ -128,8 +200,8 @@ def main() -> None:
     rows = [(r.prompt.prompt_id, r.sequence_id, len(r.response_ids)) for r in local.rollouts]
     baselines = [local.baselines[r.prompt.prompt_id] for r in local.rollouts]
     result = {"rows": rows, "scores": local.scores, "parts": local.parts, "baselines": baselines}
-    result |= {"together": [r.sequence_id for r in together.rollouts], "all_failed": together.num_failed}
-    torch.save(result | {"num_failed": local.num_failed}, Path(sys.argv[1]) / f"rank{world.rank}.pt")
+    result |= {"together": [r.sequence_id for r in together.rollouts], "all_failed": sorted(together.failed)}
+    torch.save(result | {"failed": sorted(local.failed), "error": error_of(world)}, Path(sys.argv[1]) / f"rank{world.rank}.pt")
 
 
 def test_responses_are_balanced_by_tokens_with_their_scores_and_baselines(on_two_ranks):
@@ -144,9 +216,11 @@ def test_responses_are_balanced_by_tokens_with_their_scores_and_baselines(on_two
         assert found["scores"].tolist() == [sequence_id for _, sequence_id, _ in rows]
         assert found["parts"]["rule"].tolist() == [-sequence_id for _, sequence_id, _ in rows]
         assert found["baselines"] == [group / 10 for group, _, _ in rows]
-    assert [found["num_failed"] for found in ranks] == [1, 2]
+    assert [found["failed"] for found in ranks] == [[1, 2], [5, 8]]
     for found in ranks:  # ranks of one model-parallel group get the same responses, here all
-        assert found["together"] == list(range(10)) and found["all_failed"] == 3
+        assert found["together"] == list(range(10)) and found["all_failed"] == [1, 2, 5, 8]
+    # Only the second rank has made a mistake.
+    assert [found["error"] for found in ranks] == ["a mistake", "a mistake"]
 
 
 def test_a_single_rank_keeps_its_responses():
