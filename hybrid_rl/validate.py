@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from hybrid_rl.algorithms.specs import ESTIMATORS, POLICY_LOSSES
 from hybrid_rl.config import Config, ConfigError, Findings, check
-from hybrid_rl.ranges import broken_values
-from hybrid_rl.setting_paths import broken_paths, expand_home
-from hybrid_rl.setting_types import (
+from hybrid_rl.settings.paths import broken_paths, expand_home
+from hybrid_rl.settings.ranges import broken_values
+from hybrid_rl.settings.types import (
     broken_sections,
     broken_types,
     get_setting,

@@ -14,9 +14,9 @@ from jsonargparse import ArgumentParser, set_dumper, set_loader, set_parsing_set
 from yaml import YAMLError
 
 from hybrid_rl.config import Config, ConfigError, Findings, RunError, as_dict, check
-from hybrid_rl.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE
-from hybrid_rl.setting_types import with_settings
-from hybrid_rl.settings_yaml import dump, load
+from hybrid_rl.settings.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE
+from hybrid_rl.settings.types import with_settings
+from hybrid_rl.settings.yaml_format import dump, load
 from hybrid_rl.validate import validate
 from launch.command_line import read_command_line
 from launch.renamed import RENAMED

@@ -8,8 +8,8 @@ import yaml
 from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
 from hybrid_rl.config import ConfigError, check
-from hybrid_rl.setting_types import shorten
-from hybrid_rl.settings_yaml import PREFIX, SettingsLoader
+from hybrid_rl.settings.types import shorten
+from hybrid_rl.settings.yaml_format import PREFIX, SettingsLoader
 
 
 @dataclass(frozen=True, kw_only=True)

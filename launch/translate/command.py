@@ -17,7 +17,7 @@ from typing import Any, Literal
 import yaml
 
 from hybrid_rl.config import Config, ConfigError, check
-from hybrid_rl.setting_types import takes_tuple, with_settings
+from hybrid_rl.settings.types import takes_tuple, with_settings
 from hybrid_rl.validate import validate
 from launch.translate.shell import commands, up_to_operator
 

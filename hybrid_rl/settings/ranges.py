@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_rl.config import Config
-from hybrid_rl.setting_types import get_setting, is_optional, setting_types, show
+from hybrid_rl.settings.types import get_setting, is_optional, setting_types, show
 
 
 @dataclass(frozen=True)

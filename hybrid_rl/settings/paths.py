@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybrid_rl.config import Config
-from hybrid_rl.setting_types import get_setting, with_settings
+from hybrid_rl.settings.types import get_setting, with_settings
 
 PATHS = (
     "run.dir",

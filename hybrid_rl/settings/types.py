@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from hybrid_rl.algorithms.specs import ESTIMATORS, POLICY_LOSSES
 from hybrid_rl.config import Config
 
-CHOICES = {"advantage.estimator": ESTIMATORS, "update.policy_loss": POLICY_LOSSES}
+CHOICES: dict[str, Mapping[str, Any]] = {"advantage.estimator": ESTIMATORS, "update.policy_loss": POLICY_LOSSES}
 """Setting -> the table that has its choices, to which a program may add."""
 NAMES: dict[Any, str] = {
     str: "text",
@@ -27,7 +27,7 @@ MAX_SHOWN = 80
 def sections(config: Any, prefix: str = "") -> Iterator[tuple[str, type]]:
     """Yield the dotted name and the dataclass of every section, a section before those that it holds."""
     for field in dataclasses.fields(config):
-        if dataclasses.is_dataclass(field.type):
+        if isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
             yield f"{prefix}{field.name}", field.type
             yield from sections(field.type, f"{prefix}{field.name}.")
 
@@ -35,7 +35,7 @@ def sections(config: Any, prefix: str = "") -> Iterator[tuple[str, type]]:
 @functools.cache
 def setting_types() -> Mapping[str, Any]:
     """Return dotted name of a setting -> its type, for all settings of a run, in the order of `--help`."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, section in sections(Config):
         found |= {
             f"{name}.{field.name}": field.type
