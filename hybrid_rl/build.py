@@ -37,7 +37,7 @@ from hybrid_rl.models.sequence_parallel import apply_together
 from hybrid_rl.monitoring.recorder import Recorder
 from hybrid_rl.planning.workload import forward_tokens
 from hybrid_rl.preflight import prepare_run, run_site
-from hybrid_rl.rewards import RemoteScorer, RunningNormalizer
+from hybrid_rl.rewards import RunningNormalizer
 from hybrid_rl.rewards.reencode import reencode
 from hybrid_rl.rewards.scoring import RewardSources
 from hybrid_rl.run import Run
@@ -307,11 +307,8 @@ def build_reference(setup: Setup, actor: TrainEngine) -> ActorForward | None:
 
 def build_reward_sources(setup: Setup) -> RewardSources:
     """Return the reward functions, services and reward model of the settings."""
-    reward, remote = setup.config.reward, None
     model = RewardModelScorer(setup) if setup.config.models.reward else None
-    if reward.remote_urls:
-        remote = RemoteScorer(reward.remote_urls, timeout_s=reward.remote_timeout_s, retries=reward.remote_retries)
-    return RewardSources(functions=setup.data.scorer, remote=remote, model=model)
+    return RewardSources(functions=setup.data.scorer, remote=setup.data.remote, model=model)
 
 
 class RewardModelScorer:

@@ -14,7 +14,7 @@ from hybrid_rl.data.texts import load_texts
 from hybrid_rl.distributed import World
 from hybrid_rl.models.checks import check_models
 from hybrid_rl.models.tokenizer import eos_token_ids, load_other_tokenizer, load_tokenizer
-from hybrid_rl.rewards import ScorerPool
+from hybrid_rl.rewards import RemoteScorer, ScorerPool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,8 @@ class Data:
     """Rule functions of training; None if the settings list none."""
     eval_scorer: ScorerPool | None
     """Rule function of evaluation; None without evaluation."""
+    remote: RemoteScorer | None
+    """HTTP services that score responses; None if the settings list none."""
     reward_tokenizer: PreTrainedTokenizerBase | None
     """Tokenizer of the reward model; None if it is the actor's, or there is no reward model."""
     ptx_texts: list[list[int]]
@@ -45,8 +47,8 @@ def load_data(config: Config, world: World) -> Data:
     Args:
         world: all ranks, over which the prompts are divided.
     Raises:
-        ConfigError: everything that check_models, load_tokenizer, load_template, load_prompts, ScorerPool and
-            load_texts find.
+        ConfigError: everything that check_models, load_tokenizer, load_template, load_prompts, ScorerPool,
+            RemoteScorer and load_texts find.
     """
     findings = Findings()
     findings.run(lambda: check_models(config))
@@ -55,6 +57,7 @@ def load_data(config: Config, world: World) -> Data:
     make = functools.partial(ScorerPool, timeout_s=config.reward.timeout_s, num_workers=config.reward.num_workers)
     scorer = findings.run(lambda: _make_scorer(config, make))
     eval_scorer = findings.run(lambda: _make_eval_scorer(config, make))
+    remote = findings.run(lambda: _make_remote(config))
     if tokenizer is None or template is None:
         findings.raise_any()
     assert tokenizer and template
@@ -74,6 +77,7 @@ def load_data(config: Config, world: World) -> Data:
         eval_prompts=eval_prompts[world.rank :: world.size],
         scorer=scorer,
         eval_scorer=eval_scorer,
+        remote=remote,
         reward_tokenizer=reward_tokenizer,
         ptx_texts=ptx_texts,
     )
@@ -99,6 +103,14 @@ def _make_eval_scorer(config: Config, make: Callable[..., ScorerPool]) -> Scorer
     if not _evaluates(config):
         return None
     return make([config.run.eval_function], on_error=config.reward.on_error, field="run.eval_function")
+
+
+def _make_remote(config: Config) -> RemoteScorer | None:
+    """Return the HTTP services that score responses; None if the settings list none."""
+    reward = config.reward
+    if not reward.remote_urls:
+        return None
+    return RemoteScorer(reward.remote_urls, timeout_s=reward.remote_timeout_s, retries=reward.remote_retries)
 
 
 def _stop_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase, template: Template) -> list[int]:

@@ -4,7 +4,9 @@ The user's code runs in the workers alone: this process neither imports a reward
 """
 
 import logging
+import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,6 +79,8 @@ class ScorerPool:
         self._names, self._weights, self._field = list(names), weights, field
         self._timeout_s, self._num_workers, self._on_error = timeout_s, num_workers, on_error
         self._workers = [self._start()]
+        # A run that fails before or without `close` ends the processes, too.
+        weakref.finalize(self, _end, self._workers, os.getpid())
         try:
             self._workers[0].wait_until_ready()
         except BaseException:
@@ -120,12 +124,7 @@ class ScorerPool:
 
     def close(self) -> None:
         """End all worker processes; a later `score` starts new ones."""
-        for worker in self._workers:
-            worker.ask_to_end()
-        deadline = time.monotonic() + END_TIMEOUT_S
-        for worker in self._workers:
-            worker.kill(grace_s=max(0.0, deadline - time.monotonic()))
-        self._workers = []
+        _end(self._workers, os.getpid())
 
     def __enter__(self) -> Self:
         return self
@@ -177,3 +176,15 @@ class ScorerPool:
 
 def _failed(results: Results) -> bool:
     return any(isinstance(result, str) for result in results)
+
+
+def _end(workers: list[WorkerProcess], owner_id: int) -> None:
+    """End worker processes and empty the list; a process that was forked from their owner does nothing."""
+    if os.getpid() != owner_id:
+        return
+    for worker in workers:
+        worker.ask_to_end()
+    deadline = time.monotonic() + END_TIMEOUT_S
+    for worker in workers:
+        worker.kill(grace_s=max(0.0, deadline - time.monotonic()))
+    workers.clear()

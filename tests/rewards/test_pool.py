@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -239,6 +240,26 @@ def test_one_process_starts_with_the_pool_and_the_others_with_the_first_call(num
     assert set(pool.score(make_rollouts(30)).scores) <= set(map(float, pool.process_ids))
     pool.close()
     assert num_children() == 0
+
+
+def test_processes_end_with_a_pool_that_is_not_closed(num_children, scorers):
+    pool = make_pool(scorers("process_id"), num_workers=2)
+    pool.score(make_rollouts(2))
+    assert num_children() == 2
+    del pool
+    assert num_children() == 0
+
+
+def test_a_forked_process_leaves_the_pool_alone(scorers):
+    with make_pool(scorers("length")) as pool:
+        child = os.fork()
+        if child == 0:
+            try:
+                weakref.finalize._exitfunc()  # what atexit calls
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert pool.score(make_rollouts()).scores == [1.0]
 
 
 def test_processes_that_a_function_started_end_with_its_worker(scorers):

@@ -201,7 +201,9 @@ def main() -> None:
     baselines = [local.baselines[r.prompt.prompt_id] for r in local.rollouts]
     result = {"rows": rows, "scores": local.scores, "parts": local.parts, "baselines": baselines}
     result |= {"together": [r.sequence_id for r in together.rollouts], "all_failed": sorted(together.failed)}
-    torch.save(result | {"failed": sorted(local.failed), "error": error_of(world)}, Path(sys.argv[1]) / f"rank{world.rank}.pt")
+    torch.save(
+        result | {"failed": sorted(local.failed), "error": error_of(world)}, Path(sys.argv[1]) / f"rank{world.rank}.pt"
+    )
 
 
 def test_responses_are_balanced_by_tokens_with_their_scores_and_baselines(on_two_ranks):
