@@ -16,12 +16,20 @@ UNEVEN = {
 }
 
 FAILS_FOR_ONE_PROMPT = """
+import os
+import signal
 from pathlib import Path
 
-def score(prompt, response):
+def raises(prompt, response):
     if prompt.prompt_id == 7:
         Path(__file__).with_name("failed").touch()
         raise ValueError("seven is refused")
+    return 1.0
+
+def kills_its_rank(prompt, response):
+    if prompt.prompt_id == 7:
+        Path(__file__).with_name("failed").touch()
+        os.kill(os.getppid(), signal.SIGKILL)
     return 1.0
 """
 
@@ -165,21 +173,40 @@ def test_tensor_parallelism_that_does_not_divide_the_heads_is_refused(make_confi
     assert expected in ended.output
 
 
-@pytest.mark.slow
-def test_a_rank_that_fails_ends_the_launch(make_config, launch, tmp_path):
+@pytest.fixture
+def launch_with(make_config, launch, tmp_path):
+    """Return a function that trains on two ranks with one of those functions, and returns how that ended."""
     (tmp_path / "scorer.py").write_text(FAILS_FOR_ONE_PROMPT)
-    config = make_config(
-        tmp_path,
-        run={"eval_every_steps": 0},
-        rollout={"rollout_batch_size": 10},
-        reward={"functions": [f"{tmp_path / 'scorer.py'}:score"]},
-        update={"mini_batch_size": 20},
-    )
-    ended = launch(config, "--num_processes", "2")
-    assert time.time() - (tmp_path / "failed").stat().st_mtime < 300  # nobody waits for half an hour
-    assert ended.code > 0
-    assert "prompt_id 7" in ended.output and "seven is refused" in ended.output, ended.output
-    assert not ended.survivors
+
+    def start(function: str):
+        config = make_config(
+            tmp_path,
+            run={"eval_every_steps": 0},
+            rollout={"rollout_batch_size": 10},
+            reward={"functions": [f"{tmp_path / 'scorer.py'}:{function}"]},
+            update={"mini_batch_size": 20},
+        )
+        ended = launch(config, "--num_processes", "2")
+        assert time.time() - (tmp_path / "failed").stat().st_mtime < 300  # nobody waits for half an hour
+        assert not ended.survivors
+        return ended
+
+    return start
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends_ends_the_launch(launch_with):
+    assert launch_with("kills_its_rank").code > 0
+
+
+@pytest.mark.slow
+def test_a_function_that_fails_on_one_rank_ends_all_with_its_sentence(launch_with):
+    ended = launch_with("raises")
+    assert ended.code == 2 and "Traceback" not in ended.output, ended.output
+    sentences = {line for line in ended.output.splitlines() if line.startswith("error: ")}
+    (sentence,) = sentences
+    assert sentence.startswith("error: reward.functions: prompt_id 7, ")
+    assert "ValueError: seven is refused (scorer.py, line 9: " in sentence
 
 
 @pytest.mark.slow
