@@ -104,7 +104,7 @@ def check_wrong_row(rng: random.Random, folder: Path) -> None:
         rows[number][column] = value
     try:
         path = write_rows(rows, kind, folder)
-    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
+    except pyarrow.ArrowException:
         path = write_rows(rows, ".jsonl", folder)  # Parquet has one type per column
     found = outcome(lambda: load_rows(str(path), PromptsConfig(path=str(path)), seed=0), "rows")
     check_refused(found, f"row {number} with {column} = {value!r}")

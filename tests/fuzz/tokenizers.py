@@ -9,22 +9,10 @@ from transformers import PreTrainedTokenizerFast
 
 MARKS = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<answer>", "</answer>"]
 NAMES = [("<s>", "</s>"), ("<bos>", "<eos>"), ("<|begin_of_text|>", "<|eot_id|>"), ("[CLS]", "[SEP]")]
-WORDS = [
-    "the answer is ",
-    "2+2",
-    "1,000",
-    " 3/4",
-    "\n\n",
-    "  ",
-    "\\boxed{5}",
-    "<b>",
-    "{{ x }}",
-    "{% if %}",
-    "</s",
-    "<think",
-]
+WORDS = ["the answer is ", "2+2", "1,000", " 3/4", "\n\n", "  ", "\\boxed{5}", "<b>"]
+HALF_MARKUP = ["{{ x }}", "{% if %}", "</s", "<think"]
 SCRIPTS = "\u00e9|e\u0301|\u0434\u0430|\u4f60\u597d|\U0001f600|\u200d|\u05d0\u05d1|\u202e|\ufeff|\u00a0|\u2212|\u2581"
-PIECES = [*"abcdxyz0123456789 .,+-=*/()[]{}<>\\'\"$%#\n\t", *WORDS, *SCRIPTS.split("|")]
+PIECES = [*"abcdxyz0123456789 .,+-=*/()[]{}<>\\'\"$%#\n\t", *WORDS, *HALF_MARKUP, *SCRIPTS.split("|")]
 CONTROL = ["\x00", "\x07", "\x1b[31m", "\x85", "\u2028", "\x7f"]
 
 
