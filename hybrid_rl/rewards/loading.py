@@ -138,7 +138,7 @@ def _functions_of(module: ModuleType) -> Iterator[str]:
             yield name
 
 
-def _check_call(scorer: Callable[..., Any], name: str) -> None:
+def _check_call(scorer: Any, name: str) -> None:
     """Check that an object can be called as scorer(prompt, response) and returns at once."""
     check(
         not inspect.isclass(scorer),

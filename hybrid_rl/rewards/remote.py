@@ -172,7 +172,8 @@ def _read_scores(response: requests.Response, part: Sequence["Rollout"], url: st
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: the answer is not JSON: {_first_line(response)}") from error
     rewards = answer.get("rewards", answer.get("scores")) if isinstance(answer, dict) else None
-    check(isinstance(rewards, list), f"{where}: the answer has no list under 'rewards' or 'scores': {_shown(answer)}")
+    if not isinstance(rewards, list):
+        raise ConfigError(f"{where}: the answer has no list under 'rewards' or 'scores': {_shown(answer)}")
     check(len(rewards) == len(part), f"{where}: {len(rewards)} rewards for {len(part)} responses")
     for reward, rollout in zip(rewards, part, strict=True):
         check(

@@ -38,6 +38,7 @@ class RewardFolder:
         self._package = folder.relative_to(package_root).parts[:1]
         self._names: set[str] = set()  # top-level modules that this folder has given
         self._modules: dict[str, ModuleType] = {}  # those modules and their submodules while the folder is inactive
+        self._is_on_path = False  # whether activate has added the folder to sys.path
         self._hidden: set[str] = set()  # names of reward files that mean an installed package
 
     def activate(self) -> None:
@@ -48,14 +49,17 @@ class RewardFolder:
         if active is not None:
             active._deactivate()
         sys.meta_path.insert(0, self)
-        sys.path.append(str(self._folder))  # for processes that a function starts
+        if str(self._folder) not in sys.path:
+            sys.path.append(str(self._folder))  # for processes that a function starts
+            self._is_on_path = True
         sys.modules.update(self._modules)
         RewardFolder._active = self
 
     def _deactivate(self) -> None:
         sys.meta_path.remove(self)
-        if str(self._folder) in sys.path:
+        if self._is_on_path and str(self._folder) in sys.path:
             sys.path.remove(str(self._folder))
+        self._is_on_path = False
         own = [name for name in sys.modules if name.partition(".")[0] in self._names]
         self._modules = {name: sys.modules.pop(name) for name in own}
 
