@@ -5,6 +5,7 @@ python -m tests.fuzz.soak --subject rows --case 1/4711        one case again, wi
 """
 
 import argparse
+import logging
 import multiprocessing
 import os
 import sys
@@ -17,6 +18,8 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NU
 
 from tests.fuzz.cases import Subject, failures, run_case  # noqa: E402
 from tests.fuzz.subjects import SUBJECTS  # noqa: E402
+
+logging.disable(logging.WARNING)  # of cases, of which many are damaged on purpose
 
 CHUNK = 25
 SHOWN_FAILURES = 20
