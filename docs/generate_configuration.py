@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybrid_rl.config import Config
+from hybrid_rl.settings.ranges import FINITE, RANGES
 
 PAGE = Path(__file__).parent / "configuration.md"
 WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false", dict: "mapping", type(None): "null"}
@@ -31,8 +32,14 @@ A run is described by one YAML file with the sections below. Every setting can b
 .venv/bin/python launch/colocated.py --help                            # this page
 ```
 
-Settings are checked before anything loads. An error names the setting, its value, the rule and the remedy, and the
-command ends with code 2. This page is generated from the dataclasses of `hybrid_rl/config.py`.
+A later `--config` counts before an earlier one, setting by setting, and the command line before every file. `~` at the
+start of a path is the home folder. A value is read as its setting asks for it: `off` is text for `memory.swap` and
+false for `advantage.whiten`, and `1e-6` is a number. An empty value is null, which few settings take. A key may also be
+a dotted name, such as `update.actor.lr`, but no setting may be given twice in one file.
+
+Settings are checked before anything loads. An error names the setting, its value, the rule and the remedy; all errors
+are reported at once, and the command ends with code 2. This page is generated from the dataclasses of
+`hybrid_rl/config.py`.
 """
 
 
@@ -90,7 +97,9 @@ def table(name: str, settings: Any) -> str:
             continue
         meaning = docs.get(field.name, "").replace("|", "&#124;").replace("<", "&lt;")
         words = values(annotations[field.name])
-        lines.append(f"| `{field.name}` | {default(value)}<br>{words} | {meaning} |")
+        bounds = RANGES.get(f"{name}.{field.name}", FINITE)
+        rule = "" if bounds is FINITE else f", {bounds.rule}"
+        lines.append(f"| `{field.name}` | {default(value)}<br>{words}{rule} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 

@@ -39,13 +39,14 @@ class RunConfig:
     """Length, name, evaluation and seed of a run."""
 
     name: str = "demo"
-    """Name of the run's folder under `dir`."""
+    """Name of the run's folder in `dir`, without a slash."""
     dir: str = "runs"
     """Parent folder of all runs."""
     num_steps: int = 100
     """Number of steps; a step generates, scores, updates and synchronises the weights once."""
     seed: int = 0
-    """Seed of weight initialisation, prompt order and sampling; every rank and every request derives its own."""
+    """Seed of weight initialisation, prompt order and sampling, below 2**32; every rank and every request derives its
+    own."""
     deterministic: bool = False
     """Use only GPU kernels that repeat their results bit for bit, so that two runs with one seed and as many ranks give
     the same metrics and rollouts; slower. A CPU needs no such kernels."""
@@ -163,7 +164,7 @@ class RolloutConfig:
     max_response_tokens: int = 256
     """Maximum length of a response in tokens; a response that reaches it is truncated."""
     temperature: float = 1.0
-    """Divisor of the logits, in the engine and in the trainer."""
+    """Divisor of the logits, in the engine and in the trainer; vLLM takes none below 0.01."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Token ids that end a response, in addition to the EOS ids of tokenizer and generation config."""
     stop_strings: list[str] = field(default_factory=list)

@@ -27,11 +27,16 @@ class Range:
         is_below = value < self.high if self.is_high_open else value <= self.high
         if is_above and is_below:
             return None if abs(value) <= sys.float_info.max else "must be finite"
+        return f"must be at most {self.high}" if is_above and self.high > 1 else self.rule
+
+    @property
+    def rule(self) -> str:
+        """What a number of the range must be, without an upper bound that is far from usual numbers."""
         if self.high <= 1:
             brackets = "(" if self.is_low_open else "[", ")" if self.is_high_open else "]"
             return f"must lie in {brackets[0]}{self.low}, {self.high}{brackets[1]}"
-        if is_above:
-            return f"must be at most {self.high}"
+        if not math.isfinite(self.low):
+            return "must be finite"
         if self.is_low_open:
             return f"must be greater than {self.low}"
         return f"must be at least {self.low}" if self.low else "must not be negative"
