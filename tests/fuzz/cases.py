@@ -5,6 +5,7 @@ import re
 import shutil
 import tempfile
 import traceback
+import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from hybrid_rl.config import ConfigError
 MAX_SENTENCE_CHARACTERS = 900
 INTERNALS = re.compile(r"Traceback|\b[A-Z]\w*(?:Error|Exception)\(|<class '|\bobject at 0x|site-packages|Errno")
 """What a sentence for a user never holds: a repr of an exception or of an object."""
+UNPRINTABLE = {"Cc", "Cs", "Zl", "Zp"}
+"""Unicode categories of control characters, half surrogate pairs and line ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +99,7 @@ def outcome(call: Callable[[], Any], *names: str) -> Any:
 def check_sentence(message: str, *names: str) -> None:
     """Check that a message is one line for a user, and names one of the given fields or files."""
     assert isinstance(message, str) and message.strip(), f"no sentence: {message!r}"
-    assert message.isprintable(), f"not one printable line: {message!r}"
+    assert not any(unicodedata.category(c) in UNPRINTABLE for c in message), f"not one printable line: {message!r}"
     assert not INTERNALS.search(message), f"shows internals of Python: {message!r}"
     assert len(message) <= MAX_SENTENCE_CHARACTERS, f"{len(message)} characters: {message!r}"
     assert not names or any(name in message for name in names), f"names none of {names}: {message!r}"

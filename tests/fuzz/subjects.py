@@ -3,7 +3,18 @@
 import torch
 from transformers.utils import logging as transformers_logging
 
-from tests.fuzz import batches, chats, checkpoints, maths, model_folders, responses, rows, scores, settings
+from tests.fuzz import (
+    batches,
+    chats,
+    checkpoints,
+    maths,
+    model_folders,
+    responses,
+    rows,
+    scores,
+    settings,
+    whole_checks,
+)
 from tests.fuzz.cases import Subject
 
 # Transformers prints a table for every folder whose weights do not match, which some of the cases are about.
@@ -13,7 +24,7 @@ torch.set_num_threads(1)
 
 _CASES = {
     "text prompts": (chats.check_text_prompt, 80),
-    "chat prompts": (chats.check_chat_prompt, 100),
+    "chat prompts": (chats.check_chat_prompt, 110),
     "template files": (chats.check_template_file, 40),
     "rows": (rows.check_rows, 50),
     "wrong rows": (rows.check_wrong_row, 50),
@@ -44,11 +55,12 @@ _CASES = {
     "phase logs": (checkpoints.check_phase_log, 20),
     "model folders": (model_folders.check_model_folder, 40),
     "tokenizer folders": (model_folders.check_tokenizer_folder, 20),
-    "valid settings": (settings.check_valid_settings, 15),
-    "wrong values": (settings.check_wrong_value, 30),
-    "yaml traps": (settings.check_traps, 15),
-    "settings files": (settings.check_structure, 25),
-    "command lines": (settings.check_command_line, 12),
+    "valid settings": (settings.check_valid_settings, 10),
+    "wrong values": (settings.check_wrong_value, 25),
+    "yaml traps": (settings.check_traps, 12),
+    "settings files": (settings.check_structure, 20),
+    "command lines": (settings.check_command_line, 10),
+    "whole checks": (whole_checks.check_whole_run, 15),
 }
 SUBJECTS = {name: Subject(name=name, check=check, num_cases=number) for name, (check, number) in _CASES.items()}
 """Name -> subject."""
