@@ -117,6 +117,26 @@ def test_names_that_cannot_be_loaded_are_explained(scorers, tmp_path):
             make_pool([name])
 
 
+@pytest.mark.parametrize(
+    "name, package, text, message",
+    [
+        ("math", "math_verify", "import absent", r"math_verify cannot be imported \(No module named 'absent'\): pip"),
+        (
+            "math",
+            "math_verify",
+            "def parse(*a, **b): return []",
+            "math_verify finds no expression in .*, as without a parser",
+        ),
+        ("reasoning_gym", "reasoning_gym", "", "reasoning_gym cannot be imported .*: pip install reasoning-gym"),
+    ],
+)
+def test_a_function_whose_library_is_missing_or_broken_is_refused(tmp_path, monkeypatch, name, package, text, message):
+    (tmp_path / f"{package}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=f"reward.functions: '{name}': {message}"):
+        make_pool(["exact_match", name])
+
+
 def test_functions_are_listed_once_and_have_one_weight_each():
     with pytest.raises(ConfigError, match=r"reward\.functions is empty"):
         make_pool([])
