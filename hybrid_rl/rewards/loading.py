@@ -1,6 +1,7 @@
 """Names of rule functions in the settings, and the functions themselves, which only worker processes load."""
 
 import functools
+import hashlib
 import inspect
 import os
 import traceback
@@ -51,6 +52,15 @@ def split_name(name: str, *, field: str) -> tuple[Path, str] | None:
     file = Path(os.path.realpath(Path(path).expanduser()))
     check(file.is_file(), f"{field}: '{name}': there is no file {file}")
     return file, function
+
+
+def reward_file_hashes(names: Sequence[str]) -> dict[str, str]:
+    """Return name -> SHA-256 of its reward file, without the modules that the file imports.
+
+    Names of `rules.FUNCTIONS` are left out.
+    """
+    places = {name: split_name(name, field="reward.functions") for name in names}
+    return {name: hashlib.sha256(place[0].read_bytes()).hexdigest() for name, place in places.items() if place}
 
 
 def load_functions(names: Sequence[str], *, field: str, report: Callable[[str], None]) -> list[RuleFunction]:

@@ -1,5 +1,6 @@
 """Reward files of users: what they may import, how often they are imported, and how their errors are reported."""
 
+import hashlib
 import os
 import sys
 import time
@@ -9,6 +10,7 @@ import pytest
 
 from hybrid_rl.config import ConfigError
 from hybrid_rl.rewards import ScorerPool, process
+from hybrid_rl.rewards.loading import reward_file_hashes
 from tests.conftest import make_rollout
 
 
@@ -151,6 +153,15 @@ def test_a_link_to_a_file_is_the_file(files):
     files({"real/r.py": "import near\ndef f(prompt, response): return near.ONE\n", "real/near.py": "ONE = 1\n"})
     Path("link.py").symlink_to("real/r.py")
     assert scores("link.py:f", "real/r.py:f") == {"link.py:f": [1], "real/r.py:f": [1]}
+
+
+def test_a_reward_file_is_identified_by_its_content(files):
+    files({"a.py": "f = max\n", "b.py": "f = max\n"})
+    first = reward_file_hashes(["exact_match", "a.py:f", "b.py:f"])
+    assert first == dict.fromkeys(["a.py:f", "b.py:f"], hashlib.sha256(b"f = max\n").hexdigest())
+    files({"a.py": "f = min\n"})
+    second = reward_file_hashes(["a.py:f", "b.py:f"])
+    assert second["a.py:f"] != first["a.py:f"] and second["b.py:f"] == first["b.py:f"]
 
 
 # Errors at load
