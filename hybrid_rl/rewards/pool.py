@@ -66,16 +66,15 @@ class ScorerPool:
                 not match.
         """
         check(bool(names), f"{field} is empty: list at least one function")
-        check(len(set(names)) == len(names), f"{field} = {list(names)}: one is listed twice; list each once")
         weights = [1.0] * len(names) if weights is None else list(weights)
         check(
             len(weights) == len(names),
             f"reward.weights has {len(weights)} values for {len(names)} {field}: give one weight per function",
         )
         findings = Findings()
-        for name in names:
-            findings.run(lambda name=name: split_name(name, field=field))  # type: ignore[misc]
+        places = [findings.run(lambda name=name: split_name(name, field=field) or name) for name in names]  # type: ignore[misc]
         findings.raise_any()
+        check(len(set(places)) == len(names), f"{field} = {list(names)}: one is listed twice; list each once")
         self._names, self._weights, self._field = list(names), weights, field
         self._timeout_s, self._num_workers, self._on_error = timeout_s, num_workers, on_error
         self._workers = [self._start()]

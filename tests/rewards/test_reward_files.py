@@ -152,7 +152,9 @@ def test_a_package_named_like_another_module_is_refused(files):
 def test_a_link_to_a_file_is_the_file(files):
     files({"real/r.py": "import near\ndef f(prompt, response): return near.ONE\n", "real/near.py": "ONE = 1\n"})
     Path("link.py").symlink_to("real/r.py")
-    assert scores("link.py:f", "real/r.py:f") == {"link.py:f": [1], "real/r.py:f": [1]}
+    assert scores("link.py:f") == {"link.py:f": [1]}
+    for other in ("link.py:f", "./real/../real/r.py:f", str(Path("real/r.py").absolute()) + ":f"):
+        assert "one is listed twice; list each once" in error_of("real/r.py:f", other)
 
 
 def test_a_reward_file_is_identified_by_its_content(files):
