@@ -32,10 +32,13 @@ IDS = [[1, 5, 9, 3, 7], [2, 8, 11]]
 
 @functools.cache
 def whole_folder(kind: str) -> Path:
-    """Return the folder of a tiny model: llama with tied embeddings, qwen2 with a head, or a reward model."""
+    """Return the folder of a tiny model: llama with tied embeddings, qwen2 with a head, reward, or small.
+
+    small has fewer embeddings than its tokenizer has tokens.
+    """
     torch.manual_seed(4)
     shape: dict[str, Any] = {
-        "vocab_size": 40,
+        "vocab_size": 30 if kind == "small" else 40,
         "hidden_size": 16,
         "intermediate_size": 24,
         "num_hidden_layers": 2,
@@ -45,7 +48,7 @@ def whole_folder(kind: str) -> Path:
         "eos_token_id": 0,
     }
     model: Any
-    if kind == "llama":
+    if kind in ("llama", "small"):
         model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True))
     elif kind == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=False))

@@ -87,6 +87,27 @@ def check_rows(rng: random.Random, folder: Path) -> None:
         assert str(row["level"]) == str(wanted["level"])
 
 
+def check_splits(rng: random.Random, folder: Path) -> None:
+    """A folder with splits gives the training rows to the training alone, and held-out rows to the evaluation."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    held_out = rng.choice(["test", "validation", "dev", "heldout"])
+    names = rng.sample(["train", held_out], rng.randint(1, 2))
+    parts = {name: [{"prompt": f"{name} {i}", "answer": str(i)} for i in range(rng.randint(1, 3))] for name in names}
+    path = str(folder / "splits")
+    datasets.DatasetDict({n: datasets.Dataset.from_list(rows) for n, rows in parts.items()}).save_to_disk(path)
+    for field, wanted in (("path", "train"), ("eval_path", held_out)):
+        config = PromptsConfig(**{"path": "other.jsonl", field: path})
+        found = outcome(lambda config=config: load_rows(path, config, seed=0), f"prompts.{field}")
+        if len(names) == 1:  # nothing to choose from
+            wanted = names[0]
+        if not isinstance(found, Refusal):
+            assert found == parts[wanted], f"prompts.{field} takes {found} of {parts}"
+        else:
+            assert len(names) == 2 or wanted == "train", f"refuses the only split {names}: {found}"
+
+
 WRONG_PROMPTS: list[Any] = [None, 5, True, [], {}, [5], [{}], [{"role": "user"}], [{"role": 1, "content": "a"}], "DEL"]
 WRONG_ANSWERS: list[Any] = [None, math.nan, "", "  ", "\n", [], ["4"], {"value": 4}, "DEL"]
 

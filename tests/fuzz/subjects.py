@@ -27,6 +27,7 @@ _CASES = {
     "chat prompts": (chats.check_chat_prompt, 110),
     "template files": (chats.check_template_file, 40),
     "rows": (rows.check_rows, 50),
+    "splits": (rows.check_splits, 5),
     "wrong rows": (rows.check_wrong_row, 50),
     "damaged files": (rows.check_damaged_file, 60),
     "data sets": (rows.check_data_set, 50),
@@ -34,7 +35,7 @@ _CASES = {
     "numbers": (responses.check_numbers, 60),
     "math": (responses.check_math, 8),
     "formats": (responses.check_format, 40),
-    "any response": (responses.check_any_response, 40),
+    "any response": (responses.check_any_response, 45),
     "judged text": (responses.check_judged_text, 30),
     "re-encoding": (responses.check_reencoding, 30),
     "rewards": (scores.check_rewards, 30),
@@ -60,7 +61,7 @@ _CASES = {
     "yaml traps": (settings.check_traps, 12),
     "settings files": (settings.check_structure, 20),
     "command lines": (settings.check_command_line, 10),
-    "whole checks": (whole_checks.check_whole_run, 15),
+    "whole checks": (whole_checks.check_whole_run, 10),
 }
 SUBJECTS = {name: Subject(name=name, check=check, num_cases=number) for name, (check, number) in _CASES.items()}
 """Name -> subject."""

@@ -11,9 +11,11 @@ from tests.fuzz.cases import Refusal, check_refused, outcome
 from tests.fuzz.maths import WORLD
 from tests.fuzz.model_folders import whole_folder
 
+UNKNOWN = "held-out row of ids that the model does not have"
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no data": ({"prompts.path": "missing.jsonl"}, "prompts.path"),
     "held-out row without an answer": ({"prompts.eval_path": "EVAL"}, "prompts.eval_path"),
+    UNKNOWN: ({"prompts.eval_path": "UNKNOWN"}, "vocabulary"),
     "no reward model": ({"models.reward": "missing-folder"}, "models.reward"),
     "no template": ({"prompts.template_path": "missing.json"}, "prompts.template_path"),
     "unknown function": ({"reward.functions": ["exact_matches"]}, "reward.functions"),
@@ -27,18 +29,26 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "prompts too long": ({"prompts.max_prompt_tokens": 1}, "max_prompt_tokens"),
 }
 """Mistake -> the settings that make it, and what its sentence must name."""
-APART = [{"unknown function", "missing reward file"}, {"no data", "prompts too long"}, {"no template", "prompts too long"}]
-"""Mistakes of which one hides the other."""
+APART = [
+    {"unknown function", "missing reward file"},
+    {"no data", "prompts too long"},
+    {"no template", "prompts too long"},
+    {UNKNOWN, "no template"},
+    {UNKNOWN, "held-out row without an answer"},
+    {UNKNOWN, "prompts too long"},
+]
+"""Mistakes of which one hides the other, or replaces it."""
 
 
 def check_whole_run(rng: random.Random, folder: Path) -> None:
     """A run without mistakes is accepted; of several mistakes each is in the findings."""
     rows = [{"prompt": f"{i}+{i % 3}=", "answer": str(i + i % 3)} for i in range(8)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "eval.jsonl").write_text('{"prompt": "1+1="}\n')
+    (folder / "EVAL").with_suffix(".jsonl").write_text('{"prompt": "1+1="}\n')
+    (folder / "UNKNOWN").with_suffix(".jsonl").write_text('{"prompt": "z+1=", "answer": "5"}\n')
     settings: dict[str, Any] = {
         "run.dir": str(folder),
-        "models.actor": str(whole_folder(rng.choice(["llama", "qwen2"]))),
+        "models.actor": str(whole_folder(rng.choice(["small", "qwen2"]))),
         "prompts.path": str(folder / "rows.jsonl"),
         "prompts.max_prompt_tokens": 16,
         "rollout.engine": "hf",
@@ -53,8 +63,10 @@ def check_whole_run(rng: random.Random, folder: Path) -> None:
             mistakes.remove(sorted(pair)[0])
     for mistake in mistakes:
         settings |= MISTAKES[mistake][0]
-    if settings.get("prompts.eval_path") == "EVAL":
-        settings["prompts.eval_path"] = str(folder / "eval.jsonl")
+    if "prompts.eval_path" in settings:
+        settings["prompts.eval_path"] = str(folder / f"{settings['prompts.eval_path']}.jsonl")
+    if UNKNOWN in mistakes:
+        settings["models.actor"] = str(whole_folder("small"))
     config = change(VALID_CONFIG, settings)
     found = outcome(lambda: prepare_run(config, run_site(WORLD)))
     if not mistakes:
