@@ -1,5 +1,6 @@
 """Code of both launchers: the parser of settings, the checks before a run, and the exit on an error."""
 
+import itertools
 import logging
 import os
 import sys
@@ -85,7 +86,8 @@ def read_settings(parser: SettingsParser, arguments: list[str]) -> tuple[Config,
     options = parser.options()
     flags = parser.flags()
     parser.add_class_arguments(Config)
-    if {"-h", "--help"} & set(arguments):
+    own = itertools.takewhile(lambda word: not word.startswith("--from-"), arguments)
+    if {"-h", "--help"} & set(own):
         parser.parse_args(["--help"])
     if not any(a == "--config" or a.startswith("--config=") for a in arguments):
         arguments = ["--config", str(DEMO), *arguments]

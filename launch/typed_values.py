@@ -58,7 +58,7 @@ def read_argument(name: str, text: str, annotation: Any) -> Any:
     inner = without_null(annotation)
     if inner is str and text != "null":
         return text
-    is_tree = get_origin(inner) in (list, tuple) or inner in (dict, Any)
+    is_tree = get_origin(inner) in (list, tuple, Literal) or inner in (dict, Any)
     node = compose(Source(name=f"--{name}", text=text, is_file=False)) if is_tree else None
     try:
         return _read_node(node, inner) if is_tree else _read_word(text.strip(), inner)

@@ -99,6 +99,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
         for name in (".", "..", "a/b", "/", "~/x", "../x")
     ],
     ({"run.name": ""}, "run.name is empty: give a value"),
+    ({"run.name": "\ud83d"}, "run.name = \ud83d: must hold no line end and no control character"),
     ({"run.name": "e" * 256}, "run.name has 256 bytes: must have at most 255"),
     *[({name: -1}, f"{name} = -1: must not be negative") for name in NOT_NEGATIVE],
     (

@@ -38,10 +38,11 @@ def expand_home(config: Config) -> Config:
 def broken_paths(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the name of every setting that cannot be a path, and a sentence; of a config with expanded paths."""
     name = config.run.name
+    num_bytes = len(name.encode(errors="replace"))
     if os.sep in name or name in (os.curdir, os.pardir):
         yield "run.name", f"run.name = {name}: must name a folder in run.dir, so not hold a {os.sep} or be . or .."
-    elif len(os.fsencode(name)) > MAX_NAME_BYTES:
-        yield "run.name", f"run.name has {len(os.fsencode(name))} bytes: must have at most {MAX_NAME_BYTES}"
+    elif num_bytes > MAX_NAME_BYTES:
+        yield "run.name", f"run.name has {num_bytes} bytes: must have at most {MAX_NAME_BYTES}"
     for field in PATHS:
         value = get_setting(config, field)
         for path in value if isinstance(value, list) else [value]:

@@ -109,6 +109,7 @@ def test_number_out_of_range_has_one_sentence_in_code_in_a_file_and_on_the_comma
     "name, text, value",
     [
         ("memory.swap", "off", "off"),
+        ("memory.swap", '"off"', "off"),
         ("models.fused_layers", "off", "off"),
         ("run.name", "off", "off"),
         ("run.name", "yes", "yes"),
