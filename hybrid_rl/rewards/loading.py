@@ -115,6 +115,7 @@ def describe(error: BaseException, path: Path | None) -> str:
     except Exception:  # a __str__ of the user's own
         message = ""
     message = " ".join(message.split())
+    message = message if len(message) <= 500 else f"{message[:500]}..."
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     place = None if path is None else _place(error, package_root(path.parent))
     return text if place is None else f"{text} ({place})"

@@ -55,7 +55,7 @@ class WorkerProcess:
         self.connection.send((list(names), field, START_TIMEOUT_S, timeout_s))
         self._num_functions, self._field, self._timeout_s = len(names), field, timeout_s
         self._is_ready = False
-        self._loading = ""  # name of the function that is being loaded
+        self._loading = names[0]  # the function that is being loaded
         self.task: int | None = None
         """Index of the response that is being scored; None while there is none."""
         self.results: Results = []

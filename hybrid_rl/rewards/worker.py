@@ -23,6 +23,7 @@ from hybrid_rl.rewards.returned import score_of
 
 # The pool kills this process at its time limits. If the pool has died, a timer does, also while the GIL is held.
 _GRACE_S = 5
+_STDERR = 2  # the file descriptor, because the user's code may have closed or replaced sys.stderr
 
 
 def serve(connection: Connection) -> None:
@@ -76,7 +77,7 @@ def _send(connection: Connection, message: dict[str, Any] | float | str) -> None
 
 @contextlib.contextmanager
 def _time_limit(timeout_s: float) -> Any:
-    faulthandler.dump_traceback_later(timeout_s + _GRACE_S, exit=True)
+    faulthandler.dump_traceback_later(timeout_s + _GRACE_S, exit=True, file=_STDERR)
     yield
     faulthandler.cancel_dump_traceback_later()
 
@@ -92,7 +93,9 @@ def main() -> None:
     os.dup(descriptor)  # stays open until exit handlers have run, so that the pool sees the end of this process
     with contextlib.suppress(EOFError, ConnectionError):
         serve(Connection(descriptor))
-    faulthandler.dump_traceback_later(_GRACE_S, exit=True)  # while exit handlers and threads of the user end
+    faulthandler.dump_traceback_later(
+        _GRACE_S, exit=True, file=_STDERR
+    )  # while exit handlers and threads of the user end
 
 
 if __name__ == "__main__":

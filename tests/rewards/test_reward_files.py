@@ -149,6 +149,12 @@ def test_a_package_named_like_another_module_is_refused(files):
     assert "its package has the name of another module, email; rename the folder" in error_of("email/r.py:f")
 
 
+def test_a_path_may_begin_at_the_home_folder(files, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    files({"home/r.py": "def f(prompt, response): return 1\n"})
+    assert scores("~/r.py:f") == {"~/r.py:f": [1]}
+
+
 def test_a_link_to_a_file_is_the_file(files):
     files({"real/r.py": "import near\ndef f(prompt, response): return near.ONE\n", "real/near.py": "ONE = 1\n"})
     Path("link.py").symlink_to("real/r.py")
@@ -184,6 +190,8 @@ def test_a_reward_file_is_identified_by_its_content(files):
         ("import near\n", "ZeroDivisionError: division by zero (near.py, line 2: 1 / 0)"),
         ("import json\njson.loads('')\n", "(char 0) (r.py, line 2: json.loads(''))"),
         ("raise ValueError('two\\nlines')\n", "ValueError: two lines (r.py, line 1: "),
+        ("raise ValueError('x' * 10**6)\n", "ValueError: " + "x" * 500 + "... (r.py, line 1: raise"),
+        ("x = 1\0\n", "SyntaxError: source code string cannot contain null bytes"),
         ("exit()\n", "SystemExit: None (r.py, line 1: exit())"),
         ("raise KeyboardInterrupt\n", "KeyboardInterrupt (r.py, line 1: "),
         ("from .near import x\n", "ImportError: attempted relative import with no known parent package (r.py, line 1"),
@@ -290,6 +298,11 @@ def test_prints_appear_at_once_on_stderr(files, capfd):
         pool.score([make_rollout(text="abc")])
         out, err = capfd.readouterr()
     assert "scores abc\n" in err and out == ""
+
+
+def test_a_function_may_close_the_standard_streams(files):
+    files({"r.py": "import sys\nsys.stdout.close()\nsys.stderr.close()\ndef f(prompt, response): return 1\n"})
+    assert scores("r.py:f", num=2) == {"r.py:f": [1, 1]}
 
 
 def test_what_a_function_writes_to_files_is_complete_after_close(files):
