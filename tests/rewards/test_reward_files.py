@@ -175,34 +175,35 @@ def test_a_reward_file_is_identified_by_its_content(files):
 # Errors at load
 
 
-@pytest.mark.parametrize(
-    "text, reason",
-    [
-        (
-            "x = 1\nimport no_such_module\n",
-            "ModuleNotFoundError: No module named 'no_such_module' (r.py, line 2: import no_such",
-        ),
-        (
-            "def f(prompt, response)\n    return 1\n",
-            "SyntaxError: expected ':' (r.py, line 1: def f(prompt, response))",
-        ),
-        ("def g():\n    return {}['a']\n\ng()\n", "KeyError: 'a' (r.py, line 2: return {}['a'])"),
-        ("import near\n", "ZeroDivisionError: division by zero (near.py, line 2: 1 / 0)"),
-        ("import json\njson.loads('')\n", "(char 0) (r.py, line 2: json.loads(''))"),
-        ("raise ValueError('two\\nlines')\n", "ValueError: two lines (r.py, line 1: "),
-        ("raise ValueError('x' * 10**6)\n", "ValueError: " + "x" * 500 + "... (r.py, line 1: raise"),
-        ("x = 1\0\n", "SyntaxError: source code string cannot contain null bytes"),
-        ("exit()\n", "SystemExit: None (r.py, line 1: exit())"),
-        ("raise KeyboardInterrupt\n", "KeyboardInterrupt (r.py, line 1: "),
-        ("from .near import x\n", "ImportError: attempted relative import with no known parent package (r.py, line 1"),
-        ("def __getattr__(name): raise RuntimeError(name)\n", "RuntimeError: f (r.py, line 1"),
-    ],
-)
-def test_a_file_that_raises_is_reported_with_the_line(files, text, reason):
-    files({"r.py": text, "near.py": "\n1 / 0\n"})
-    message = error_of("r.py:f", "r.py:g")
-    assert message.startswith(f"reward.functions: 'r.py:f': importing {Path('r.py').absolute()} fails with ")
-    assert reason in message and "\n" not in message
+RAISING = [
+    (
+        "x = 1\nimport no_such_module\n",
+        "ModuleNotFoundError: No module named 'no_such_module' (r.py, line 2: import no_such",
+    ),
+    (
+        "def f(prompt, response)\n    return 1\n",
+        "SyntaxError: expected ':' (r.py, line 1: def f(prompt, response))",
+    ),
+    ("def g():\n    return {}['a']\n\ng()\n", "KeyError: 'a' (r.py, line 2: return {}['a'])"),
+    ("import near\n", "ZeroDivisionError: division by zero (near.py, line 2: 1 / 0)"),
+    ("import json\njson.loads('')\n", "(char 0) (r.py, line 2: json.loads(''))"),
+    ("raise ValueError('two\\nlines')\n", "ValueError: two lines (r.py, line 1: "),
+    ("raise ValueError('x' * 10**6)\n", "ValueError: " + "x" * 500 + "... (r.py, line 1: raise"),
+    ("x = 1\0\n", "SyntaxError: source code string cannot contain null bytes"),
+    ("exit()\n", "SystemExit: None (r.py, line 1: exit())"),
+    ("raise KeyboardInterrupt\n", "KeyboardInterrupt (r.py, line 1: "),
+    ("from .near import x\n", "ImportError: attempted relative import with no known parent package (r.py, line 1"),
+    ("def __getattr__(name): raise RuntimeError(name)\n", "RuntimeError: f (r.py, line 1"),
+]
+"""Text of r.py, and the end of the message."""
+
+
+def test_files_that_raise_are_reported_with_the_line(files):
+    files({"near.py": "\n1 / 0\n"} | {f"r{n}.py": text for n, (text, _) in enumerate(RAISING)})
+    lines = error_of(*[f"r{n}.py:{function}" for n in range(len(RAISING)) for function in "fg"]).splitlines()
+    for n, (line, (_, reason)) in enumerate(zip(lines, RAISING, strict=True)):  # one for the two functions of a file
+        assert line.startswith(f"reward.functions: 'r{n}.py:f': importing {Path(f'r{n}.py').absolute()} fails with ")
+        assert reason.replace("(r.py", f"(r{n}.py") in line
 
 
 def test_a_file_that_ends_its_process_or_hangs_is_reported(files, monkeypatch):
@@ -230,46 +231,49 @@ def test_all_functions_that_cannot_be_used_are_reported_with_their_setting(files
     assert f"{Path('a.py').absolute()} defines no function 'g'; its functions: f" in error_of("a.py:g")
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        (
-            "def f(prompts, completions, answers): return 1",
-            "its signature is f(prompts, completions, answers), but it is",
-        ),
-        ("def f(response): return 1", "its signature is f(response), but it is called as f(prompt, response)"),
-        ("def f(*, prompt, response): return 1", "its signature is f(*, prompt, response)"),
-        ("def f(response, prompt): return 1", "its signature is f(response, prompt)"),
-        ("f = lambda: 1", "its signature is f()"),
-        ("async def f(prompt, response): return 1", "f is an async function; write it with def"),
-        ("async def f(prompt, response): yield 1", "f is an async function"),
-        ("def f(prompt, response): yield 1", "f is a generator, as it contains yield; return the score"),
-        ("class f:\n    def __call__(self, prompt, response): return 1", "f is a class; give a function, or an object"),
-        ("class F:\n    async def __call__(self, prompt, response): return 1\nf = F()", "f is an async function"),
-        ("f = 1", "defines no function 'f'"),
-    ],
-)
-def test_what_cannot_be_called_with_prompt_and_response_is_refused_at_load(files, text, message):
-    files({"r.py": text + "\n"})
-    assert message in error_of("r.py:f")
+NOT_CALLABLE = [
+    (
+        "def f(prompts, completions, answers): return 1",
+        "its signature is f(prompts, completions, answers), but it is",
+    ),
+    ("def f(response): return 1", "its signature is f(response), but it is called as f(prompt, response)"),
+    ("def f(*, prompt, response): return 1", "its signature is f(*, prompt, response)"),
+    ("def f(response, prompt): return 1", "its signature is f(response, prompt)"),
+    ("f = lambda: 1", "its signature is f()"),
+    ("async def f(prompt, response): return 1", "f is an async function; write it with def"),
+    ("async def f(prompt, response): yield 1", "f is an async function"),
+    ("def f(prompt, response): yield 1", "f is a generator, as it contains yield; return the score"),
+    ("class f:\n    def __call__(self, prompt, response): return 1", "f is a class; give a function, or an object"),
+    ("class F:\n    async def __call__(self, prompt, response): return 1\nf = F()", "f is an async function"),
+    ("f = 1", "defines no function 'f'"),
+]
+"""Text of a file, and what is said of its f."""
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "f = lambda prompt, response: 1",
-        "def f(*args): return len(args) - 1",
-        "def f(a, b, c=0): return 1",
-        "class F:\n    def __call__(self, prompt, response): return 1\nf = F()",
-        "import functools\ndef g(k, prompt, response): return k\nf = functools.partial(g, 1)",
-        "class F:\n    @staticmethod\n    def g(prompt, response): return 1\nf = F.g",
-        "import functools\ndef d(g):\n    @functools.wraps(g)\n    def h(*a): return g(*a)\n    return h\n"
-        "@d\ndef f(prompt, response): return 1",
-    ],
-)
-def test_lambdas_and_callable_objects_are_functions(files, text):
-    files({"r.py": text + "\n"})
-    assert scores("r.py:f") == {"r.py:f": [1]}
+def test_what_cannot_be_called_with_prompt_and_response_is_refused_at_load(files):
+    files({f"r{n}.py": text + "\n" for n, (text, _) in enumerate(NOT_CALLABLE)})
+    lines = error_of(*[f"r{n}.py:f" for n in range(len(NOT_CALLABLE))]).splitlines()
+    for n, (line, (_, message)) in enumerate(zip(lines, NOT_CALLABLE, strict=True)):
+        assert line.startswith(f"reward.functions: 'r{n}.py:f': ") and message in line
+
+
+CALLABLE = [
+    "f = lambda prompt, response: 1",
+    "def f(*args): return len(args) - 1",
+    "def f(a, b, c=0): return 1",
+    "class F:\n    def __call__(self, prompt, response): return 1\nf = F()",
+    "import functools\ndef g(k, prompt, response): return k\nf = functools.partial(g, 1)",
+    "class F:\n    @staticmethod\n    def g(prompt, response): return 1\nf = F.g",
+    "import functools\ndef d(g):\n    @functools.wraps(g)\n    def h(*a): return g(*a)\n    return h\n"
+    "@d\ndef f(prompt, response): return 1",
+]
+"""Texts of files whose f returns 1."""
+
+
+def test_lambdas_and_callable_objects_are_functions(files):
+    files({f"r{n}.py": text + "\n" for n, text in enumerate(CALLABLE)})
+    names = [f"r{n}.py:f" for n in range(len(CALLABLE))]
+    assert scores(*names) == {name: [1] for name in names}
 
 
 # What a function may do
