@@ -96,7 +96,7 @@ class _Reader:
         Raises:
             ConfigError: there is no such option, or it does not take the value.
         """
-        check(bool(name), f"{value}: belongs to no option; put a value with spaces in quotes")
+        check(bool(name), f"{shorten(value or '')}: belongs to no option; put a value with spaces in quotes")
         if name in self._flags:
             self.given.flags.append(f"--{name}" if value is None else f"--{name}={value}")
             return
@@ -148,13 +148,15 @@ class _Reader:
             raise ConfigError(f"{place}{name} = {shorten(written)}: must hold settings in the form `name: value`")
         else:
             known = [*setting_types(), *section_types(), *self._options]
-            raise ConfigError(f"{place}{name}: there is no such setting{_suggestion(name, known)}")
+            raise ConfigError(f"{place}{shorten(name)}: there is no such setting{_suggestion(name, known)}")
 
     def _check_known(self, written: str, name: str, plus: bool) -> None:
         types = setting_types()
         is_item = types.get(name.rpartition(".")[0]) is dict and not plus
         known = [*types, *section_types(), *self._options, *self._flags, "config"]
-        check(name in known or is_item, f"--{written}: there is no such option{_suggestion(name, known, '--')}")
+        check(
+            name in known or is_item, f"--{shorten(written)}: there is no such option{_suggestion(name, known, '--')}"
+        )
         takes_items = get_origin(without_null(types.get(name))) is list
         check(takes_items or not plus, f"--{name}+: only a list takes further items; use --{name}")
 
@@ -172,7 +174,7 @@ def _open(option: str, value: str) -> Source:
         return Source(name=f"--{option}", text=value, is_file=False)
     path = os.path.expanduser(value)
     check(os.path.exists(path), f"--{option} {shorten(value)}: no such file")
-    check(not os.path.isdir(path), f"--{option} {value}: is a folder, not a file")
+    check(not os.path.isdir(path), f"--{option} {shorten(value)}: is a folder, not a file")
     return read_file(Path(path))
 
 

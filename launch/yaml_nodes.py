@@ -141,4 +141,4 @@ def _wrong_merge(value: Node, source: Source) -> Iterator[str]:
 def given_twice(name: str, source: Source, first: Node, second: Node) -> str:
     """Return the sentence about a setting that has two values."""
     lines = f", in lines {first.start_mark.line + 1} and {second.start_mark.line + 1}" if source.is_file else ""
-    return f"{source.name}: {name} is given twice{lines}; keep one"
+    return f"{source.name}: {shorten(name)} is given twice{lines}; keep one"

@@ -92,14 +92,14 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"rollout.stop_token_ids": [7, 8, 7]}, "rollout.stop_token_ids = [7, 8, 7]: holds 7 twice"),
     (
         {"models.actor": "a\0b"},
-        "models.actor = a\0b: must hold no line end and no control character",
+        "models.actor = a\\x00b: must hold no line end and no control character",
     ),
     *[
         ({"run.name": name}, f"run.name = {name}: must name a folder in run.dir, so not hold a / or be . or ..")
         for name in (".", "..", "a/b", "/", "~/x", "../x")
     ],
     ({"run.name": ""}, "run.name is empty: give a value"),
-    ({"run.name": "\ud83d"}, "run.name = \ud83d: must hold no line end and no control character"),
+    ({"run.name": "\ud83d"}, "run.name = \\ud83d: must hold no line end and no control character"),
     ({"run.name": "e" * 256}, "run.name has 256 bytes: must have at most 255"),
     *[({name: -1}, f"{name} = -1: must not be negative") for name in NOT_NEGATIVE],
     (

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybrid_rl.config import Config
-from hybrid_rl.settings.types import get_setting, with_settings
+from hybrid_rl.settings.types import get_setting, show, with_settings
 
 PATHS = (
     "run.dir",
@@ -40,14 +40,20 @@ def broken_paths(config: Config) -> Iterator[tuple[str, str]]:
     name = config.run.name
     num_bytes = len(name.encode(errors="replace"))
     if os.sep in name or name in (os.curdir, os.pardir):
-        yield "run.name", f"run.name = {name}: must name a folder in run.dir, so not hold a {os.sep} or be . or .."
+        yield (
+            "run.name",
+            f"run.name = {show(name)}: must name a folder in run.dir, so not hold a {os.sep} or be . or ..",
+        )
     elif num_bytes > MAX_NAME_BYTES:
         yield "run.name", f"run.name has {num_bytes} bytes: must have at most {MAX_NAME_BYTES}"
     for field in PATHS:
         value = get_setting(config, field)
         for path in value if isinstance(value, list) else [value]:
             if path is not None and path.startswith("~"):
-                yield field, f"{field} = {path}: no such home folder; write the whole path, or ./{path} for that name"
+                yield (
+                    field,
+                    f"{field} = {show(path)}: no such home folder; write the whole path, or ./{path} for that name",
+                )
 
 
 def _expanded(value: Any) -> Any:

@@ -173,6 +173,6 @@ def show(value: Any, *, is_quoted: bool = False) -> str:
 
 
 def shorten(text: str) -> str:
-    """Return a text on one line, cut if it is long."""
-    text = " ".join(text.split())
+    """Return a text on one line, control characters as escapes, cut if it is long."""
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

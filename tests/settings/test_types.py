@@ -49,7 +49,9 @@ def test_every_setting_of_every_section_is_found():
     assert len(setting_types()) == num_fields - 3  # lora, actor and critic are sections
 
 
-@pytest.mark.parametrize("name, value", CASES, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(
+    "name, value", CASES, ids=[f"{name}-{number}-{type(value).__name__}" for number, (name, value) in enumerate(CASES)]
+)
 def test_value_of_another_type_is_refused_in_one_sentence(name, value):
     with pytest.raises(ConfigError) as error:
         validate(change(VALID_CONFIG, {name: value}))
