@@ -32,11 +32,16 @@ class ProgramResult:
 
     def error_sentence(self) -> str:
         """Return what the program said, which must be one line with an error."""
+        sentences = self.error_sentences()
+        assert len(sentences) == 1, self.output
+        return sentences[0]
+
+    def error_sentences(self) -> list[str]:
+        """Return what the program said, which must be lines with errors and nothing else."""
         assert self.code == 2, self.output
         lines = self.output.strip().splitlines()
-        assert len(lines) == 1, self.output
-        assert lines[0].startswith("error: ")
-        return lines[0].removeprefix("error: ")
+        assert lines and all(line.startswith("error: ") for line in lines), self.output
+        return [line.removeprefix("error: ") for line in lines]
 
 
 class ForkServer:

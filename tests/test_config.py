@@ -146,7 +146,8 @@ def start(fork_servers, settings, tmp_path):
         config.write_text(yaml.safe_dump(settings))
         fork_servers[0].start(str(SCRIPT), "--config", str(config), *arguments, environment=environment())
         ended = fork_servers[0].wait()
-        assert not (tmp_path / "runs").exists()  # a rejected run writes no files
+        written = [path.name for path in (tmp_path / "runs").rglob("*") if path.is_file()]
+        assert set(written) <= {"lock"}  # a rejected run writes no other file
         return ended
 
     return run
@@ -234,7 +235,7 @@ def test_model_folder_that_holds_no_model(start, tmp_path, field, kind):
     if kind == "empty":
         path.mkdir()
     ended = start(f"--models.{field}", str(path))
-    sentence = ended.error_sentence()
+    sentence = ended.error_sentences()[0]  # the folder of a reward model has no tokenizer either
     assert sentence.startswith(f"models.{field} = {path}: ") and "no " in sentence
     assert ended.cpu_s < 15
 
