@@ -1,7 +1,10 @@
-"""Data rows of a file, one dict per row: JSONL, CSV, Parquet, or a folder of Hugging Face datasets."""
+"""Data rows of a file, one dict per row: JSON, CSV, Parquet, or a folder of Hugging Face datasets."""
 
 import csv
-import json
+import io
+import sys
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,36 +12,46 @@ import pyarrow
 import pyarrow.parquet
 
 from hybrid_rl.config import ConfigError, check
+from hybrid_rl.data.json_rows import BYTE_ORDER_MARK, Row, decode, parse_json, read_json_rows
 
-Row = dict[str, Any]
-"""One data row: column name -> value."""
 Message = dict[str, Any]
 """One chat message, with text in `role` and `content`."""
+TRAINING_SPLITS = ("train",)
+EVALUATION_SPLITS = ("test", "validation")
+"""Splits of which a DatasetDict must have exactly one."""
+DAMAGED = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, pyarrow.ArrowException)
+"""What pyarrow and datasets raise for files that are damaged or of a type that they do not read."""
 
 
-def read_rows(path: Path, *, source: str, text_column: str) -> list[Row]:
-    """Return the rows of a JSONL, CSV or Parquet file, or of a folder written by datasets' save_to_disk.
+def read_rows(path: Path, *, source: str, text_column: str, splits: Sequence[str] = TRAINING_SPLITS) -> list[Row]:
+    """Return the rows of a JSON, CSV or Parquet file, or of a folder written by datasets' save_to_disk.
+
+    A JSON file has one object per line, or is one array of objects.
 
     Args:
         source: setting and file, for messages.
         text_column: column of a CSV file that may hold chat messages as JSON, which are returned as a list.
+        splits: of a folder with several splits, the one that has one of these names is read.
     Raises:
-        ConfigError: the file is missing, has another format or is broken.
+        ConfigError: the file is missing, has another format or is broken; or a folder has several splits, and not
+            exactly one of the given names. The message names the row or line where there is one.
     """
     check(path.exists(), f"{source}: no such file or folder")
     try:
         if path.is_dir():
-            return _read_folder(path, source)
+            return _read_folder(path, splits, source)
         match path.suffix:
             case ".jsonl" | ".json":
-                return _read_jsonl(path, source)
+                return read_json_rows(path, text_column=text_column, source=source)
             case ".csv":
                 return _read_csv(path, text_column, source)
             case ".parquet":
-                return pyarrow.parquet.read_table(path).to_pylist()
-    except (UnicodeDecodeError, csv.Error, pyarrow.ArrowInvalid) as error:
-        raise ConfigError(f"{source}: cannot be read: {error}") from error
-    raise ConfigError(f"{source}: must be .jsonl, .csv, .parquet or a dataset folder")
+                return _to_rows(pyarrow.parquet.ParquetFile(path).read(), source)
+    except ConfigError:
+        raise
+    except DAMAGED as error:
+        raise ConfigError(f"{source}: cannot be read: {_first_line(error)}") from error
+    raise ConfigError(f"{source}: must be .jsonl, .json, .csv, .parquet or a dataset folder")
 
 
 def column_of(row: Row, name: str | None, *, field: str, where: str) -> Any:
@@ -65,7 +78,11 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
-def _read_folder(path: Path, source: str) -> list[Row]:
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+
+
+def _read_folder(path: Path, splits: Sequence[str], source: str) -> list[Row]:
     import datasets  # slow to import, and only this format needs it
 
     try:
@@ -73,42 +90,65 @@ def _read_folder(path: Path, source: str) -> list[Row]:
     except FileNotFoundError as error:
         raise ConfigError(f"{source}: is not a folder written by datasets' save_to_disk") from error
     if isinstance(data, datasets.DatasetDict):
-        split = "train" if len(data) > 1 else next(iter(data))
-        check(split in data, f"{source}: has no split 'train' but {', '.join(data)}: give the folder of one split")
-        data = data[split]
-    return data.to_list()
+        names = list(data) if len(data) == 1 else [name for name in splits if name in data]
+        check(
+            len(names) == 1,
+            f"{source}: has the splits {', '.join(data)}, of which exactly one must be named {' or '.join(splits)}: "
+            "give the folder of one split",
+        )
+        data = data[names[0]]
+    return _to_rows(data.with_format("arrow")[:], source)
 
 
-def _read_jsonl(path: Path, source: str) -> list[Row]:
-    rows = []
-    with path.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{source}: line {number} is not JSON: {error}") from error
-            check(isinstance(row, dict), f"{source}: line {number} is not a JSON object; each line must be one")
-            rows.append(row)
-    return rows
+def _to_rows(table: pyarrow.Table, source: str) -> list[Row]:
+    """Return the rows of a table; a value that cannot be read is named with its row."""
+    _check_unique(table.column_names, source)
+    try:
+        return table.to_pylist()
+    except DAMAGED as error:
+        number = next((n for n in range(len(table)) if not _is_readable(table.slice(n, 1))), None)
+        where = source if number is None else f"{source}: row {number}"
+        raise ConfigError(f"{where}: cannot be read: {_first_line(error)}") from error
+
+
+def _is_readable(row: pyarrow.Table) -> bool:
+    try:
+        row.to_pylist()
+    except DAMAGED:
+        return False
+    return True
+
+
+def _check_unique(names: Sequence[str], source: str) -> None:
+    double = next((name for name, count in Counter(names).items() if count > 1), None)
+    check(double is None, f"{source}: has two columns named '{double}': rename one")
 
 
 def _read_csv(path: Path, text_column: str, source: str) -> list[Row]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        rows: list[Row] = list(csv.DictReader(file, strict=True))
+    text = decode(path.read_bytes().removeprefix(BYTE_ORDER_MARK), source)
+    csv.field_size_limit(sys.maxsize)  # the default of 131,072 characters is less than a long prompt
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    rows: list[Row] = []
+    try:
+        header = next(reader, [])
+        _check_unique(header, source)
+        for fields in filter(None, reader):
+            comparison = "more" if len(fields) > len(header) else "fewer"
+            check(len(fields) == len(header), f"{source}: row {len(rows)} has {comparison} fields than the header")
+            rows.append(dict(zip(header, fields, strict=True)))
+    except csv.Error as error:
+        raise ConfigError(f"{source}: row {len(rows)}: cannot be read: {error}") from error
     for number, row in enumerate(rows):
-        check(None not in row, f"{source}: row {number} has more fields than the header")
         text = row.get(text_column)
         if text and text.startswith("["):
-            row[text_column] = _parse_messages(text)
+            row[text_column] = _parse_messages(text, f"{source}: row {number}")
     return rows
 
 
-def _parse_messages(text: str) -> str | list[Message]:
+def _parse_messages(text: str, where: str) -> str | list[Message]:
     """Return the chat messages that a CSV field holds as JSON, or its text if it holds none."""
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
+        value = parse_json(text, where)
+    except ConfigError:
         return text
     return value if is_chat(value) else text

@@ -8,14 +8,14 @@ import pyarrow.parquet
 import pytest
 
 from hybrid_rl.config import ConfigError
-from hybrid_rl.data.files import column_of, is_chat, read_rows
+from hybrid_rl.data.files import EVALUATION_SPLITS, column_of, is_chat, read_rows
 
 ROWS = [{"prompt": f"say {n}", "answer": str(n), "level": n % 3} for n in range(5)]
 CHAT = [{"role": "user", "content": "say 7"}]
 
 
-def read(path):
-    return read_rows(path, source="prompts.path = F", text_column="prompt")
+def read(path, **options):
+    return read_rows(path, source="prompts.path = F", text_column="prompt", **options)
 
 
 def save(format, folder):
@@ -24,6 +24,10 @@ def save(format, folder):
     match format:
         case "jsonl" | "json":
             path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        case "array.json":
+            path.write_text(json.dumps(ROWS, indent=1))
+        case "marked_array.jsonl":
+            path.write_text(f"\n  {json.dumps(ROWS)}\n", encoding="utf-8-sig")
         case "csv":
             lines = [f"{row['prompt']},{row['answer']},{row['level']}\n" for row in ROWS]
             path.write_text("".join(["prompt,answer,level\n", *lines]))
@@ -40,7 +44,10 @@ def save(format, folder):
     return path
 
 
-@pytest.mark.parametrize("format", ["jsonl", "json", "csv", "parquet", "dataset", "only_split", "train_split"])
+@pytest.mark.parametrize(
+    "format",
+    ["jsonl", "json", "array.json", "marked_array.jsonl", "csv", "parquet", "dataset", "only_split", "train_split"],
+)
 def test_every_format_gives_the_same_rows(format, tmp_path):
     expected = [{**row, "level": str(row["level"])} for row in ROWS] if format == "csv" else ROWS
     assert read(save(format, tmp_path)) == expected
@@ -59,19 +66,40 @@ def test_csv_fields_are_text_except_for_chats_in_json(tmp_path):
     "name, content, message",
     [
         ("absent.jsonl", None, "no such file or folder"),
-        ("data.txt", b"hello", "must be .jsonl, .csv, .parquet or a dataset folder"),
-        ("data.parquet", b"not parquet", "cannot be read"),
-        ("data.jsonl", b"\xff\xfe", "cannot be read"),
-        ("data.csv", b'prompt,answer\n"open,b\n', "cannot be read"),
+        ("data.txt", b"hello", "must be .jsonl, .json, .csv, .parquet or a dataset folder"),
+        ("data.parquet", b"not parquet", "cannot be read: ArrowInvalid: "),
+        ("data.parquet", b"", "cannot be read: ArrowInvalid: "),
+        ("data.jsonl", b"\xff\xfe", "line 1 is not UTF-8: byte 0xff; save the file in UTF-8"),
+        ("data.jsonl", b'{"prompt": "a"}\n{"prompt": "caf\xe9"}', "line 2 is not UTF-8: byte 0xe9"),
+        ("data.json", b'[{"prompt": "a"},\n{"prompt": "caf\xe9"}]', "F: line 2 is not UTF-8: byte 0xe9"),
+        ("data.csv", b"prompt,answer\na,b\ncaf\xe9,b\n", "F: line 3 is not UTF-8: byte 0xe9"),
+        ("data.csv", b'prompt,answer\n"open,b\n', "row 0: cannot be read: unexpected end of data"),
+        ("data.csv", b'prompt,answer\na,b\n"a"c,b\n', "row 1: cannot be read: "),
         ("data.csv", b"prompt,answer\na,b,c\n", "row 0 has more fields than the header"),
+        ("data.csv", b"prompt,answer\na,b\na\n", "row 1 has fewer fields than the header"),
+        ("data.csv", b"prompt,answer,prompt\na,b,c\n", "has two columns named 'prompt': rename one"),
         ("data.jsonl", b'{"prompt": "a"}\n{"prompt"', "line 2 is not JSON"),
-        ("data.jsonl", b'["a"]', "line 1 is not a JSON object"),
+        ("data.jsonl", b"prompt", "line 1 is not JSON"),
+        ("data.jsonl", b'"a"', "line 1 is not a JSON object"),
+        ("data.jsonl", b'["a"]', "row 0 is not a JSON object; each item of the array must be one"),
+        ("data.json", b'[{"prompt": "a"}, 7]', "row 1 is not a JSON object"),
+        ("data.json", b'[{"prompt": "a"},', "is not JSON"),
+        ("data.json", b'{"rows": [{"prompt": "a"}]}', "one JSON object with a list of objects under 'rows'"),
+        ("data.json", b'{\n"rows": [{"prompt": "a"}]\n}', "the file is one object over several lines"),
+        ("data.jsonl", b'{"prompt": "a", "answer": NaN}', "line 1 has NaN, which JSON does not allow: write null"),
+        ("data.jsonl", b'{"prompt": "a"}\n{"n": [-Infinity]}', "line 2 has -Infinity"),
+        ("data.json", b'[{"prompt": "a", "answer": Infinity}]', "F: the file has Infinity"),
+        ("data.jsonl", b'{"prompt": "a", "prompt": "b"}', "line 1 has the key 'prompt' twice: keep one"),
+        ("data.jsonl", b'{"prompt": "a", "n": ' + b"1" * 5000 + b"}", "line 1 is not JSON: Exceeds the limit"),
+        ("data.jsonl", b'{"prompt": "\\ud83d"}', r"line 1 has half of a surrogate pair, '.ud83d': remove it"),
+        ("data.jsonl", b"[" * 100_000, "is not JSON"),
+        ("data.jsonl", b'{"prompt": ' + b"[" * 100_000, "line 1 is not JSON"),
     ],
 )
 def test_files_that_cannot_be_read_are_named(name, content, message, tmp_path):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=f"^prompts.path = F: .*{message}"):
+    with pytest.raises(ConfigError, match=f"^prompts.path = .*{message}"):
         read(tmp_path / name)
 
 
@@ -80,8 +108,70 @@ def test_folders_that_are_not_one_data_set_are_named(tmp_path):
         read(tmp_path)
     data = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({"a": data, "b": data}).save_to_disk(str(tmp_path / "splits"))
-    with pytest.raises(ConfigError, match="no split 'train' but a, b"):
+    with pytest.raises(ConfigError, match="has the splits a, b, of which exactly one must be named train: give the"):
         read(tmp_path / "splits")
+
+
+@pytest.mark.parametrize(
+    "names, options, expected",
+    [
+        (("train", "test"), {}, "train"),
+        (("train", "test"), {"splits": EVALUATION_SPLITS}, "test"),
+        (("train", "validation"), {"splits": EVALUATION_SPLITS}, "validation"),
+        (("train",), {"splits": EVALUATION_SPLITS}, "train"),  # the only split
+        (("train", "test", "validation"), {"splits": EVALUATION_SPLITS}, None),
+        (("train", "dev"), {"splits": EVALUATION_SPLITS}, None),
+    ],
+)
+def test_training_takes_the_split_train_and_evaluation_the_only_one_of_test_and_validation(
+    names, options, expected, tmp_path
+):
+    splits = {name: datasets.Dataset.from_list([{"prompt": name}]) for name in names}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "data"))
+    if expected:
+        assert read(tmp_path / "data", **options) == [{"prompt": expected}]
+        return
+    with pytest.raises(ConfigError, match=f"has the splits {', '.join(names)}, .* must be named test or validation"):
+        read(tmp_path / "data", **options)
+
+
+def test_damaged_parquet_and_dataset_folders_are_named(tmp_path):
+    path = tmp_path / "data.parquet"
+    text = pyarrow.array([b"a", b"caf\xe9"]).cast(pyarrow.binary()).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": text}), path)
+    with pytest.raises(ConfigError, match=r"^prompts.path = F: row 1: cannot be read: UnicodeDecodeError: "):
+        read(path)
+    content = save("parquet", tmp_path).read_bytes()
+    for damaged in (content[:-50], content[: len(content) // 2], b"PAR1" + bytes(len(content)) + b"PAR1"):
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"^prompts.path = F: cannot be read: "):
+            read(path)
+    folder = save("dataset", tmp_path)
+    for name, damage in {"state.json": b"{", "dataset_info.json": b"[]", "data-00000-of-00001.arrow": b"ARROW"}.items():
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(damage)
+        with pytest.raises(ConfigError, match=r"^prompts.path = F: cannot be read: "):
+            read(folder)
+        (folder / name).write_bytes(content)
+    assert read(folder) == ROWS
+
+
+def test_a_list_of_chat_messages_is_a_row_and_not_the_rows(tmp_path):
+    (tmp_path / "data.json").write_text(json.dumps({"prompt": CHAT, "answer": "7"}))
+    assert read(tmp_path / "data.json") == [{"prompt": CHAT, "answer": "7"}]
+
+
+def test_csv_keeps_unusual_line_breaks_and_long_fields(tmp_path):
+    fields = ["a\u2028b\x85c\x0bd", "long " * 40_000]
+    (tmp_path / "data.csv").write_bytes("\r\n".join(["prompt", *fields]).encode("utf-8-sig"))
+    assert [row["prompt"] for row in read(tmp_path / "data.csv")] == fields
+
+
+def test_columns_that_occur_twice_in_parquet_are_refused(tmp_path):
+    table = pyarrow.table([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["prompt", "prompt"])
+    pyarrow.parquet.write_table(table, tmp_path / "data.parquet")
+    with pytest.raises(ConfigError, match="has two columns named 'prompt': rename one"):
+        read(tmp_path / "data.parquet")
 
 
 def test_blank_lines_and_a_byte_order_mark_are_skipped(tmp_path):
