@@ -1,6 +1,7 @@
 """Work that runs out of memory gives, bit for bit, what it gives with smaller micro-batches from the start."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.batch import TrainBatch, make_train_batch
-from hybrid_rl.config import ModelsConfig, OptimizerConfig, PtxConfig, UpdateConfig
+from hybrid_rl.config import ModelsConfig, OptimizerConfig, PtxConfig, RunError, UpdateConfig
 from hybrid_rl.distributed import World, join_world
-from hybrid_rl.engines import TrainEngine
+from hybrid_rl.engines import FirstWait, TrainEngine
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
-from hybrid_rl.memory.micro_batches import TokenLimit
+from hybrid_rl.memory.micro_batches import Shortage, TokenLimit
 from hybrid_rl.models.loading import load_actor, load_value_model
+from hybrid_rl.steps.logprobs import Packing, sequence_values, token_logprobs, token_values
 from hybrid_rl.steps.ptx import PtxLoss
 from hybrid_rl.steps.updates import update_actor, update_critic
 from tests.conftest import make_rollout
@@ -97,8 +99,8 @@ def make_engine(case: Case, folder: Path, world: World) -> DeepSpeedEngine:
 
 
 def update(engine: TrainEngine, case: Case, limit: TokenLimit, world: World) -> dict[str, float]:
-    """Take four optimizer steps."""
-    config = UpdateConfig(num_epochs=2, mini_batch_size=4, entropy_coef=0.01, clip_high=0.4)
+    """Take optimizer steps of 4 sequences per rank, the first of which has a micro-batch that runs out."""
+    config = UpdateConfig(num_epochs=2, mini_batch_size=4 * world.size, entropy_coef=0.01, clip_high=0.4)
     options: dict[str, Any] = {"seed": 7, "max_response_tokens": 8, "limit": limit}
     if case.role == "critic":
         return update_critic(engine, make_batch(world), config, world, **options)
@@ -168,3 +170,126 @@ def test_the_first_message_names_the_micro_batch_and_the_setting(
 ) -> None:
     run_case(Case(stage=2), tiny, world)
     assert "out of memory in UPDATE_ACTOR on rank 0: a micro-batch of" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_a_sequence_that_does_not_fit_alone_ends_the_update(tiny: Path, world: World, part: str) -> None:
+    """The longest sequence has 11 tokens; the packs of 24, then of 12 or fewer, do not fit either."""
+    case, limit = Case(stage=2, part=part), TokenLimit(START, work="UPDATE_ACTOR", rank=5)
+    engine = make_engine(case, tiny, world)
+    message = (
+        r"^out of memory in UPDATE_ACTOR on rank 5: a sequence of \d+ tokens does not fit alone; lower "
+        r"rollout\.max_response_tokens, or set models\.gradient_checkpointing = true, "
+    )
+    with memory_for(engine.module, 3, part), pytest.raises(RunError, match=message):
+        update(engine, case, limit, world)
+
+
+def test_an_optimizer_step_that_runs_out_ends_the_update(tiny: Path, world: World) -> None:
+    engine = make_engine(Case(stage=2), tiny, world)
+
+    def exhausted(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    engine.wrapped.optimizer.optimizer.register_step_pre_hook(exhausted)
+    with pytest.raises(RunError, match=r"^out of memory in the optimizer step of UPDATE_CRITIC on rank 0; set "):
+        update(engine, Case(stage=2), TokenLimit(START, work="UPDATE_CRITIC"), world)
+
+
+# SCORE
+
+
+def test_scores_give_the_bits_of_smaller_packs(tiny: Path, world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """A pack holds four micro-batches here, and the setting in the message gives packs of at most the new size."""
+    batch, models = make_batch(world), ModelsConfig()
+    actor = load_actor(str(tiny / "policy"), models, CPU)
+    critic = load_value_model(str(tiny / "reward"), models, CPU, field="models.critic")
+    limit = TokenLimit(4 * START, per_setting=4)
+    functions: list[tuple[Any, Callable[[Packing], Tensor]]] = [
+        (actor, lambda packing: token_logprobs(actor, batch, packing, temperature=0.8)),
+        (critic, lambda packing: token_values(critic, batch, packing)),
+        (critic, lambda packing: sequence_values(critic, batch, packing)),
+    ]
+    for module, function in functions:
+        with memory_for(module, FITS, "forward"):
+            found = function(Packing(limit=limit, world=world))
+        assert torch.equal(found, function(Packing(limit=TokenLimit(limit.tokens), world=world)))
+    assert limit.tokens == 12  # the pack of all 49 tokens, then the pack of 24 of them
+    assert [message.split(", so")[0] for message in caplog.messages] == [
+        "out of memory in SCORE on rank 0: a micro-batch of 8 sequences and 49 tokens does not fit",
+        "out of memory in SCORE on rank 0: a micro-batch of 3 sequences and 24 tokens does not fit",
+    ]
+    assert "update.micro_batch_tokens = 3 avoids this" in caplog.messages[-1]
+
+
+def test_the_setting_in_the_message_is_one_that_a_run_accepts(caplog: pytest.LogCaptureFixture) -> None:
+    """update.micro_batch_tokens must hold one sequence, here of 20 tokens."""
+    limit = TokenLimit(160, per_setting=4, min_setting=20)
+    shortage = Shortage(rank=1, num_sequences=8, num_tokens=160)
+    limit.lower([shortage], is_logged=True)
+    assert limit.tokens == 80 and "; update.micro_batch_tokens = 20 avoids this" in caplog.messages[-1]
+    limit.lower([Shortage(rank=1, num_sequences=4, num_tokens=80)], is_logged=True)
+    assert limit.tokens == 40
+    assert "; update.micro_batch_tokens = 20 with models.gradient_checkpointing = true" in caplog.messages[-1]
+
+
+# Two ranks: all agree, as long as no rank waits for another in the middle of its work
+
+TOGETHER = {
+    **{f"zero{stage}-forward": Case(stage=stage, ranks=(1,)) for stage in (0, 1, 2)},
+    **{f"zero{stage}-backward": Case(stage=stage, part="backward", ranks=(1,)) for stage in (0, 1)},
+    "zero1-bfloat16": Case(stage=1, part="backward", dtype="bfloat16", ranks=(0,)),
+    "zero2-both-ranks": Case(stage=2, part="loss", dtype="bfloat16", ranks=(0, 1)),
+    "zero2-ptx": Case(stage=2, ptx=True, ranks=(1,)),
+}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(on_two_ranks: Callable[[str], list[Any]]) -> list[dict[str, Any]]:
+    """Run all cases in two processes over gloo; return what each rank saves."""
+    return on_two_ranks(__file__)
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_all_ranks_start_again_if_one_runs_out(two_ranks: list[dict[str, Any]], name: str) -> None:
+    (found, expected, limit), (other, other_expected, other_limit) = (results[name] for results in two_ranks)
+    assert_same_bits(found, expected)
+    assert_same_bits(other, other_expected)
+    assert limit == other_limit <= FITS
+    assert found["metrics"] == other["metrics"]
+
+
+def test_scores_of_all_ranks_start_again_if_one_runs_out(two_ranks: list[dict[str, Any]]) -> None:
+    (found, expected, limit), (other, other_expected, other_limit) = (results["score"] for results in two_ranks)
+    assert torch.equal(found, expected) and torch.equal(other, other_expected)
+    assert limit == other_limit <= FITS
+
+
+def test_where_ranks_first_wait_for_each_other(two_ranks: list[dict[str, Any]]) -> None:
+    """Under ZeRO 0 and 1 only in the optimizer step, so that forward and backward of a rank may run out alone."""
+    assert [results["waits"] for results in two_ranks] == [["step", "step", "backward", "forward"]] * 2
+
+
+def score_together(tiny: Path, world: World) -> tuple[Tensor, Tensor, int]:
+    """Return log-probs of a rank of which the second runs out of memory, those of smaller packs, and the limit."""
+    actor, batch, limit = load_actor(str(tiny / "policy"), ModelsConfig(), CPU), make_batch(world), TokenLimit(START)
+    with memory_for(actor, FITS if world.rank == 1 else 10_000, "forward"):
+        found = token_logprobs(actor, batch, Packing(limit=limit, world=world), temperature=0.8)
+    smaller = Packing(limit=TokenLimit(limit.tokens), world=world)
+    return found, token_logprobs(actor, batch, smaller, temperature=0.8), limit.tokens
+
+
+def main() -> None:
+    """Run all cases as one of two ranks, and save the results in the folder."""
+    folder, tiny = map(Path, sys.argv[1:])
+    torch.set_num_threads(1)
+    world = join_world()
+    results: dict[str, Any] = {name: run_case(case, tiny, world) for name, case in TOGETHER.items()}
+    results["score"] = score_together(tiny, world)
+    waits: list[FirstWait] = [make_engine(Case(stage=stage), tiny, world).first_wait for stage in range(4)]
+    results["waits"] = [wait.value for wait in waits]
+    torch.save(results, folder / f"rank{world.rank}.pt")
+
+
+if __name__ == "__main__":
+    main()
