@@ -31,7 +31,9 @@ class HuggingFaceEngine:
             aliased: the trainer's weights, which the parameters become views of; None for copies.
         """
         attention = dense_attention(model)
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation=attention)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            model, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+        )
         self.model.to(device).requires_grad_(False).eval()
         self.parameters = dict(self.model.named_parameters())
         self._device = device

@@ -3,14 +3,16 @@
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from hybrid_rl.config import Config, check
+from hybrid_rl.config import Config, Findings, check
 from hybrid_rl.models.attention import choose_attention
+from hybrid_rl.models.folders import build_on_meta, find_model_class, load_config
 from hybrid_rl.models.fused_layers import check_family
-from hybrid_rl.models.loading import build_on_meta, find_model_class, load_config
+from hybrid_rl.models.lengths import max_tokens
 from hybrid_rl.models.lora import check_targets
 from hybrid_rl.models.sequence_parallel import check_heads
 from hybrid_rl.models.tensor_parallel import check_shard_plan
 from hybrid_rl.models.tokenizer import load_other_tokenizer, load_tokenizer
+from hybrid_rl.models.weight_match import check_weights
 
 
 def check_models(config: Config) -> None:
@@ -20,22 +22,39 @@ def check_models(config: Config) -> None:
     known before the run.
 
     Raises:
-        ConfigError: a folder holds no model; a sequence would be longer than a model allows; critic or reference has
-            another tokenizer than the actor, or the critic would start as a reward model that has;
-            models.attention, models.fused_layers, models.lora or a parallel size does not fit a model.
+        ConfigError: a folder holds no model, or other weights than its config.json describes; a sequence would be
+            longer than a model allows; critic or reference has another tokenizer than the actor, or the critic would
+            start as a reward model that has; models.attention, models.fused_layers, models.lora or a parallel size
+            does not fit a model.
     """
     paths = {name: getattr(config.models, name) for name in ("actor", "critic", "reference", "reward")}
     paths = {f"models.{name}": path for name, path in paths.items() if path is not None}
-    configs = {field: load_config(path, field=field) for field, path in paths.items()}
-    tokenizer = load_tokenizer(config.models.actor)
+    findings = Findings()
+    configs = {field: findings.run(lambda f=field, p=path: load_config(p, field=f)) for field, path in paths.items()}
+    tokenizer = findings.run(lambda: load_tokenizer(config.models.actor))
+    findings.raise_any()
     for field, path in paths.items():
-        if _has_own_tokenizer(config, field, path, tokenizer):
-            continue
-        _check_length(config, field, path, configs[field])
+        is_policy = field in ("models.actor", "models.reference")
+        findings.run(
+            lambda f=field, p=path, i=is_policy: check_weights(p, field=f, is_policy=i, new_head=f == "models.critic")
+        )
+        findings.run(lambda f=field, p=path: _check_tokens(config, f, p, configs[f], tokenizer))
+    source = "models.reward" if config.models.reward else "models.actor"
     if config.has_critic:
-        configs.setdefault("models.critic", configs.get("models.reward", configs["models.actor"]))
+        configs.setdefault("models.critic", configs[source])
     for field, model_config in configs.items():
-        _check_class(config, field, model_config)
+        findings.run(lambda f=field, c=model_config: _check_class(config, f, c))
+    findings.raise_any()
+    if config.has_critic and config.models.critic is None:
+        check_weights(paths[source], field="models.critic", is_policy=False, new_head=True)
+
+
+def _check_tokens(
+    config: Config, field: str, path: str, model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Check the tokenizer and the length limit of a model."""
+    if not _has_own_tokenizer(config, field, path, tokenizer):
+        _check_length(config, field, path, model_config)
 
 
 def _has_own_tokenizer(config: Config, field: str, path: str, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -58,7 +77,7 @@ def _has_own_tokenizer(config: Config, field: str, path: str, tokenizer: PreTrai
 
 def _check_length(config: Config, field: str, path: str, model_config: PretrainedConfig) -> None:
     prompt, response = config.prompts.max_prompt_tokens, config.rollout.max_response_tokens
-    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    limit = max_tokens(model_config)
     check(
         limit is None or prompt + response <= limit,
         f"prompts.max_prompt_tokens {prompt} + rollout.max_response_tokens {response} = {prompt + response}: "

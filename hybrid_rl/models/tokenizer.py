@@ -7,6 +7,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file
 
 from hybrid_rl.config import ConfigError, check
+from hybrid_rl.models.folders import reading
 
 PROBE_LENGTH = 64
 """Characters of a text that show which special tokens a tokenizer adds."""
@@ -16,12 +17,10 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a model folder.
 
     Raises:
-        ConfigError: the folder holds none.
+        ConfigError: the folder holds none, or one that is damaged or needs code of its own.
     """
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: no tokenizer there ({str(error).splitlines()[0]})") from error
+    with reading(f"{path}: no tokenizer there"):
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
 def load_other_tokenizer(path: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:

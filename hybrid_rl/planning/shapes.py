@@ -13,7 +13,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hybrid_rl.config import Config, LoraConfig
-from hybrid_rl.models.loading import empty_model
+from hybrid_rl.models.folders import empty_model
 from hybrid_rl.models.tensor_parallel import shard_plan
 
 

@@ -5,7 +5,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybrid_rl.config import (
     AdvantageConfig,
@@ -48,15 +48,15 @@ def test_lengths_and_parallel_sizes_must_fit_every_model(tiny, tmp_path):
     [
         (
             {"attention": "sdpa"},
-            r"models.attention = sdpa: models.actor is a Gemma2ForCausalLM with .* = 1.0, .* eager$",
+            r"models.attention = sdpa: models.actor is a Gemma2ForCausalLM with .* = 1.0, .* eager",
         ),
-        ({"lora": LoraConfig(rank=1, target_modules=["v"])}, r"target_modules names v: Gemma2ForCausalLM .*, v_proj$"),
+        ({"lora": LoraConfig(rank=1, target_modules=["v"])}, r"target_modules names v: Gemma2ForCausalLM .*, v_proj"),
         ({"lora": LoraConfig(target_modules=["v"])}, None),
         ({"lora": LoraConfig(rank=1, target_modules=["q_proj", "down_proj"]), "attention": "eager"}, None),
     ],
 )
 def test_attention_and_adapter_targets_must_fit_the_class(tiny, tmp_path, models, message):
-    FAMILIES["gemma2"]().save_pretrained(tmp_path)  # without weights
+    AutoModelForCausalLM.from_config(FAMILIES["gemma2"]()).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(tiny / "policy").save_pretrained(tmp_path)
     lengths = {"prompts": PromptsConfig(max_prompt_tokens=40), "rollout": RolloutConfig(max_response_tokens=24)}
     config = Config(models=ModelsConfig(actor=str(tmp_path), **models), **lengths)
@@ -68,7 +68,7 @@ def test_attention_and_adapter_targets_must_fit_the_class(tiny, tmp_path, models
 
 
 def test_a_class_that_a_family_lacks_is_named(tiny, tmp_path):
-    FAMILIES["cohere"]().save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(FAMILIES["cohere"]()).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(tiny / "policy").save_pretrained(tmp_path)
     lengths = {"prompts": PromptsConfig(max_prompt_tokens=40), "rollout": RolloutConfig(max_response_tokens=24)}
     models = ModelsConfig(actor=str(tmp_path))

@@ -31,6 +31,7 @@ def engine_arguments(
     has_cuda = torch.cuda.is_available()
     arguments: dict[str, Any] = {
         "model": model,
+        "trust_remote_code": False,
         "skip_tokenizer_init": not config.stop_strings,
         "dtype": str(dtype).removeprefix("torch."),
         "load_format": "dummy",
