@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import traceback
 from argparse import REMAINDER, SUPPRESS, Action, Namespace
 from collections.abc import Sequence
@@ -32,6 +33,9 @@ from launch.settings import (  # noqa: E402
     prepare,
     read_settings,
 )
+
+AGENT_TIMEOUT_S = 5.0
+"""How long a rank that has lost another waits for torch's agent to end it: the other one has printed the reason."""
 
 
 class Translate(Action):
@@ -104,7 +108,9 @@ def run_rank(config: Config) -> None:
         with exit_on_config_error():
             train(config)
             leave_world()
-    except Exception:
+    except Exception as error:
+        if "Connection closed by peer" in str(error):
+            time.sleep(AGENT_TIMEOUT_S)
         if not is_alone:  # torch's agent shows one failed rank only, perhaps one that lost the connection to another
             traceback.print_exc()
         raise
