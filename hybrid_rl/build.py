@@ -15,6 +15,7 @@ from hybrid_rl.algorithms.kl import KlController
 from hybrid_rl.batch import Rollout, make_train_batch
 from hybrid_rl.checkpoints import saver as checkpoint
 from hybrid_rl.checkpoints.resume import make_saver, open_phase_log
+from hybrid_rl.checkpoints.run_folder import RunFolder
 from hybrid_rl.config import Config
 from hybrid_rl.data.loading import Data
 from hybrid_rl.distributed import World, join_world
@@ -63,8 +64,19 @@ def build(config: Config) -> Run:
     world = join_world()
     if config.run.deterministic and world.device.type == "cuda":
         use_deterministic_kernels()
+    folder = RunFolder(config, world)
+    try:
+        return build_in(folder, config, world)
+    except BaseException:
+        folder.close()
+        raise
+
+
+def build_in(folder: RunFolder, config: Config, world: World) -> Run:
+    """Return a run that is ready for its next step, in a folder that is locked; see build."""
     prepared = prepare_run(config, run_site(world))
-    config, plan, resume_from, state = prepared.config, prepared.plan, prepared.resume_from, prepared.state
+    config, plan, state = prepared.config, prepared.plan, prepared.state
+    resume_from = folder.accept(prepared.start).checkpoint
     torch.manual_seed(config.run.seed)
     data_parallel = world.data_parallel_group(config.update.sequence_parallel_size * config.update.tensor_parallel_size)
     recorder = Recorder(config, world, data_parallel)
@@ -86,14 +98,16 @@ def build(config: Config) -> Run:
         recorder=recorder,
         memory=memory,
         tenants=tenants,
+        folder=folder,
         resume_from=resume_from,
         aliases_weights=prepared.aliases_weights,
     )
     run = build_models(setup, steps_done=state["step"])
     if resume_from:
-        checkpoint.load_rng(resume_from, world)
+        checkpoint.load_random_state(resume_from, world)
         for name, part in run.counters.items():
             part.load_state_dict(state[name])
+    folder.write_record()
     recorder.open(run.steps_done + 1)
     grow_segments(world.device, is_on=True)
     # DeepSpeed collects garbage in every offload; frozen, the objects of all imports are not visited each time.
@@ -114,6 +128,7 @@ class Setup:
     recorder: Recorder
     memory: MemoryManager
     tenants: Tenants
+    folder: RunFolder
     resume_from: Path | None
     """Folder of the checkpoint to continue from."""
     aliases_weights: bool
@@ -143,8 +158,10 @@ def build_models(setup: Setup, *, steps_done: int) -> Run:
     admit_parameters(setup, "actor", actor, is_aliased=isinstance(weight_sync, AliasSync))
     critic = build_critic(setup)
     is_varlen = all(engine.module.uses_varlen for engine in (actor, critic) if engine)
+    num_bytes = sum(engine.checkpoint_bytes for engine in (actor, critic) if engine)
     return Run(
         config=config,
+        folder=setup.folder,
         world=setup.world,
         data_parallel=setup.data_parallel,
         data=setup.data,
@@ -161,8 +178,8 @@ def build_models(setup: Setup, *, steps_done: int) -> Run:
         ema=ema,
         ptx=build_ptx(setup),
         weight_sync=weight_sync,
-        saver=make_saver(config, setup.world, sum(e.checkpoint_bytes for e in (actor, critic) if e)),
-        phase_log=open_phase_log(config, setup.world, steps_done),
+        saver=make_saver(config, setup.world, num_bytes, steps_done=steps_done),
+        phase_log=open_phase_log(config, setup.world, steps_done, run_id=setup.folder.run_id),
         steps_done=steps_done,
     )
 

@@ -6,11 +6,11 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
-from hybrid_rl.checkpoints import saver as checkpoint
-from hybrid_rl.checkpoints.resume import find_checkpoint
+from hybrid_rl.checkpoints.find import read_state
+from hybrid_rl.checkpoints.run_folder import decide_together
+from hybrid_rl.checkpoints.start import Start
 from hybrid_rl.config import Config, ConfigError, Findings, check
 from hybrid_rl.data.loading import Data, load_data
 from hybrid_rl.distributed import World
@@ -62,10 +62,10 @@ class Prepared:
     plan: Plan
     aliases_weights: bool
     """Whether the rollout engine's parameters are views of the trainer's."""
-    resume_from: Path | None
-    """Folder of the checkpoint to continue from."""
+    start: Start
+    """How the run starts from what lies in its folder."""
     state: dict[str, Any]
-    """State of that checkpoint, with the number of finished steps as `step`."""
+    """State of the checkpoint that it continues from, with the number of finished steps as `step`."""
 
 
 class Checks(Findings):
@@ -100,7 +100,7 @@ def prepare_run(config: Config, site: Site) -> Prepared:
     shapes = checks.run(lambda: read_shapes(config))
     plan = checks.run(lambda: plan_run(config, shapes, site.machine, is_cpu=site.is_cpu)) if shapes else None
     is_aliased = checks.run(lambda: _aliases_weights(config, shapes, site)) if shapes else None
-    start = checks.run(lambda: _find_start(config, data))
+    start = checks.run(lambda: _find_start(config, data, site.world))
     raise_together(checks, site.world)
     assert data and shapes and plan and start and is_aliased is not None
     return Prepared(
@@ -109,7 +109,7 @@ def prepare_run(config: Config, site: Site) -> Prepared:
         shapes=shapes,
         plan=plan,
         aliases_weights=is_aliased,
-        resume_from=start[0],
+        start=start[0],
         state=start[1],
     )
 
@@ -153,19 +153,19 @@ def _aliases_weights(config: Config, shapes: Shapes, site: Site) -> bool:
     return obstacle is None
 
 
-def _find_start(config: Config, data: Data | None) -> tuple[Path | None, dict[str, Any]]:
-    """Return the checkpoint to continue from, and its state; the position of the prompts is restored.
+def _find_start(config: Config, data: Data | None, world: World) -> tuple[Start, dict[str, Any]]:
+    """Return how the run starts, and the state of its checkpoint; the position of the prompts is restored.
 
     Args:
         data: prompts of the run; None if they cannot be read, which is another finding.
 
     Raises:
-        ConfigError: see find_checkpoint; the checkpoint is of another data set.
+        ConfigError: see decide_start; the checkpoint is of another data set.
     """
-    folder = find_checkpoint(config)
-    if not folder:
-        return None, {"step": 0}
-    state = checkpoint.read_state(folder)
+    start = decide_together(config, world)
+    if not start.checkpoint:
+        return start, {"step": 0}
+    state = read_state(start.checkpoint)
     if data:
         data.loader.load_state_dict(state["loader"])
-    return folder, state
+    return start, state

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from hybrid_rl.algorithms.kl import KlController
 from hybrid_rl.checkpoints.phase_log import PhaseLog
+from hybrid_rl.checkpoints.run_folder import RunFolder
 from hybrid_rl.checkpoints.saver import CheckpointPart, Saver
 from hybrid_rl.config import Config
 from hybrid_rl.data.loading import Data
@@ -55,6 +56,7 @@ class Run:
     """The parts of a run on this rank; what the settings do not ask for is None."""
 
     config: Config
+    folder: RunFolder
     world: World
     """All ranks."""
     data_parallel: World
@@ -99,10 +101,11 @@ class Run:
         return {name: part for name, part in parts.items() if part is not None}
 
     def close(self) -> None:
-        """End the processes of the run: the engine and the scorers."""
+        """End the processes of the run, the engine and the scorers, and unlock its folder."""
         gc.unfreeze()
         self.saver.close()
         self.engine.close()
         for scorer in (self.data.scorer, self.data.eval_scorer):
             if scorer:
                 scorer.close()
+        self.folder.close()

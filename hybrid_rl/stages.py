@@ -9,7 +9,6 @@ import torch
 
 from hybrid_rl.batch import Prompt, Rollout, TrainBatch, make_train_batch
 from hybrid_rl.checkpoints import export as exporting
-from hybrid_rl.checkpoints import saver as checkpoint
 from hybrid_rl.checkpoints.saver import CheckpointPart
 from hybrid_rl.engines import FirstWait
 from hybrid_rl.models.loading import choose_dtype
@@ -109,7 +108,8 @@ def keep_best(run: Run, evaluation: Metrics, *, steps_done: int) -> None:
     """Export the actor if the evaluation of its weights is the best so far."""
     if evaluation and run.config.checkpoint.keep_best:
         folder, accuracy = run.config.run_dir / "best", evaluation["accuracy"]
-        exporting.export_best(folder, run.actor, run.data.tokenizer, run.world, accuracy=accuracy, step=steps_done)
+        notes = {"accuracy": accuracy, "step": steps_done, "run_id": run.folder.run_id}
+        exporting.export_best(folder, run.actor, run.data.tokenizer, run.world, **notes)
 
 
 def update_reference(run: Run, *, steps_done: int) -> None:
@@ -263,9 +263,8 @@ def take_snapshot(run: Run, name: str, part: CheckpointPart | None) -> None:
 def save(run: Run, step: int) -> None:
     """Start to write a checkpoint where one is due; with checkpoint.async_save the next step runs meanwhile."""
     run.saver.raise_if_failed()
-    newest = checkpoint.latest(run.config.run_dir)
-    if run.phase_log and newest:
-        run.phase_log.delete_up_to(checkpoint.read_state(newest)["step"])
+    if run.phase_log:
+        run.phase_log.delete_up_to(run.saver.last_step)
     if not is_save_due(run, step):
         return
     start_saving(run, step)
@@ -277,7 +276,8 @@ def start_saving(run: Run, step: int) -> None:
     """Start to write the checkpoint of a step whose snapshots of critic and actor are taken."""
     for name, part in run.saved_parts.items():
         take_snapshot(run, name, part)
-    run.saver.start(step, {name: part.state_dict() for name, part in run.counters.items()})
+    counters = {name: part.state_dict() for name, part in run.counters.items()}
+    run.saver.start(step, counters | {"run": run.folder.identity()})
 
 
 def finish_saving(run: Run) -> None:

@@ -25,7 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "memory": {"config", "distributed", "monitoring"},
     "models": {"config", "batch", "distributed"},
     "weights": {"config", "distributed", "monitoring"},
-    "checkpoints": {"config", "distributed", "atomic", "algorithms.specs", "models", "weights"},
+    "checkpoints": {"config", "distributed", "atomic", "algorithms.specs", "models", "weights", "rewards"},
     "rewards": {"config", "batch", "distributed", "algorithms", "models"},
     "data": {"config", "batch", "distributed", "models", "rewards"},
     "engines": {"config", "batch", "distributed", "checkpoints", "memory", "models", "weights"},

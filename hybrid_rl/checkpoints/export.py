@@ -44,7 +44,14 @@ def export(folder: Path, actor: ExportedEngine, tokenizer: PreTrainedTokenizerBa
 
 
 def export_best(
-    folder: Path, actor: ExportedEngine, tokenizer: PreTrainedTokenizerBase, world: World, *, accuracy: float, step: int
+    folder: Path,
+    actor: ExportedEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    world: World,
+    *,
+    accuracy: float,
+    step: int,
+    run_id: str,
 ) -> bool:
     """Export the actor if its accuracy exceeds the one in the folder's best.json, and return whether it does.
 
@@ -52,29 +59,39 @@ def export_best(
         folder: of the best actor; best.json gets step and accuracy.
         accuracy: accuracy of the actor's current weights, the same on every rank.
         step: last step that these weights were trained in.
+        run_id: of this run, so that it recognises the folder when it continues.
     """
     note = folder / "best.json"
     before = json.loads(note.read_text())["accuracy"] if world.is_main and note.exists() else None
     is_better = world.all_gather(before is None or accuracy > before)[0]
     if is_better:
-        export(folder, actor, tokenizer, world)
-        if world.is_main:
-            note.write_text(json.dumps({"step": step, "accuracy": accuracy}) + "\n")
+        content = json.dumps({"step": step, "accuracy": accuracy, "run_id": run_id}) + "\n"
+        with actor.gathered([name for name, _, _ in actor.named_shapes()]) as tensors:
+            export_weights(folder, actor, tensors, tokenizer, world, notes={note.name: content})
     return is_better
 
 
 def export_weights(
-    folder: Path, actor: ExportedEngine, tensors: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase, world: World
+    folder: Path,
+    actor: ExportedEngine,
+    tensors: Mapping[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    world: World,
+    *,
+    notes: Mapping[str, str] | None = None,
 ) -> None:
     """Write a Hugging Face folder with the given weights in place of the actor's; a collective.
 
     Args:
         tensors: weights by the actor's parameter names; read on rank 0 only.
+        notes: name -> text of further files in the folder.
     """
     if world.is_main:
         with _replacing(folder) as partial:
             actor.model.save_pretrained(partial, state_dict={name: t.cpu() for name, t in tensors.items()})
             tokenizer.save_pretrained(partial)
+            for name, text in (notes or {}).items():
+                (partial / name).write_text(text)
     world.barrier()
 
 
@@ -95,9 +112,15 @@ def export_adapter(folder: Path, actor: ExportedEngine, world: World) -> None:
 
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder to write to, which replaces `folder` when the body ends without an error."""
-    partial = folder.with_name(f".partial-{folder.name}")
+    """Yield a temporary folder to write to, which replaces `folder` when the body ends without an error.
+
+    After a crash between the two renames the earlier folder is at `.replaced-<name>`; see run_folder.tidy.
+    """
+    partial, replaced = (folder.with_name(f".{word}-{folder.name}") for word in ("partial", "replaced"))
     shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
     yield partial
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(partial, folder)
+    if folder.exists():
+        os.rename(folder, replaced)
+    os.rename(partial, folder)
+    shutil.rmtree(replaced, ignore_errors=True)

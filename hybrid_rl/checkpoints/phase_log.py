@@ -1,5 +1,6 @@
 """Results of phases on disk, so that a restart does not repeat the steps that follow the last checkpoint."""
 
+import hashlib
 import logging
 import pickle
 import shutil
@@ -14,11 +15,14 @@ from hybrid_rl.distributed import World
 
 T = TypeVar("T")
 
+CHECKSUM_BYTES = hashlib.sha256().digest_size
+"""Length of the checksum at the start of every file."""
+
 logger = logging.getLogger(__name__)
 
 
 class PhaseLog:
-    """A folder per step that holds a file per phase and rank, each complete or absent.
+    """A folder per step that holds a file per phase and rank, each complete or absent, with a checksum.
 
     Updates are not logged: from the same checkpoint and the same rollouts they give the same weights.
     """
@@ -42,9 +46,10 @@ class PhaseLog:
 
     def _delete_unusable(self, key: str, first_step: int) -> None:
         logged, note = _steps(self._folder), self._folder / "key"
-        if logged and note.read_text() != key:
+        if logged and not (note.is_file() and note.read_bytes() == key.encode()):
             logger.warning(
-                "the phase log of steps %s has other settings or another number of ranks: it is deleted", sorted(logged)
+                "the phase log of steps %s has other settings, another run or another number of ranks: it is deleted",
+                sorted(logged),
             )
             shutil.rmtree(self._folder)
             logged = {}
@@ -57,6 +62,8 @@ class PhaseLog:
     def get_or_compute(self, step: int, name: str, compute: Callable[[], T]) -> T:
         """Return the logged result of a phase, or compute and log it; a collective.
 
+        A damaged file is as good as none, with a warning.
+
         Args:
             step: step of the phase.
             name: name of the phase. Calls with one name in a step are numbered, so that each has its own result.
@@ -67,11 +74,13 @@ class PhaseLog:
             self._calls.clear()
         path = self._folder / f"step_{step:06d}" / f"rank_{self._world.rank}.{name}_{self._calls[name]}.pickle"
         self._calls[name] += 1
-        if all(self._world.all_gather(path.exists())):
-            return pickle.loads(path.read_bytes())
+        logged = _read(path)
+        if all(self._world.all_gather(logged is not None)):
+            return pickle.loads(logged)  # type: ignore[arg-type]
         result = compute()
         path.parent.mkdir(exist_ok=True)
-        write_atomically(path, pickle.dumps(result))
+        content = pickle.dumps(result)
+        write_atomically(path, hashlib.sha256(content).digest() + content)
         return result
 
     def delete_all(self) -> None:
@@ -87,6 +96,19 @@ class PhaseLog:
                     shutil.rmtree(folder)
 
 
+def _read(path: Path) -> bytes | None:
+    """Return the content of a file without its checksum; None if it is missing or damaged."""
+    if not path.exists():
+        return None
+    content = path.read_bytes()
+    checksum, content = content[:CHECKSUM_BYTES], content[CHECKSUM_BYTES:]
+    if hashlib.sha256(content).digest() == checksum:
+        return content
+    logger.warning("%s is damaged: this phase is computed again", path)
+    return None
+
+
 def _steps(folder: Path) -> dict[int, Path]:
     """Return step -> folder of every logged step."""
-    return {int(path.name.removeprefix("step_")): path for path in folder.glob("step_*")}
+    numbers = {path: path.name.removeprefix("step_") for path in folder.glob("step_*") if path.is_dir()}
+    return {int(number): path for path, number in numbers.items() if number.isdecimal()}

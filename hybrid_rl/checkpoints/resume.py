@@ -1,51 +1,43 @@
-"""What a run needs to continue: the checkpoint, the phase log of the steps after it, and the saver of the next one."""
+"""What a run writes for its continuation: the phase log of the steps after a checkpoint, and the next checkpoint."""
 
 import hashlib
 import shutil
-from pathlib import Path
 
-from hybrid_rl.checkpoints import saver as checkpoint
 from hybrid_rl.checkpoints.phase_log import PhaseLog
-from hybrid_rl.config import Config, as_dict, check
+from hybrid_rl.checkpoints.saver import Saver
+from hybrid_rl.config import Config, as_dict
 from hybrid_rl.distributed import World
+from hybrid_rl.rewards.loading import reward_file_hashes
 
 
-def find_checkpoint(config: Config) -> Path | None:
-    """Return the checkpoint that `run.resume` selects, None to start at step 1.
-
-    Raises:
-        ConfigError: run.resume is must and the run has no checkpoint.
-    """
-    folder = None if config.run.resume == "never" else checkpoint.latest(config.run_dir)
-    check(
-        folder is not None or config.run.resume != "must",
-        f"run.resume = must: {config.run_dir} has no checkpoint; use auto",
-    )
-    return folder
-
-
-def make_saver(config: Config, world: World, num_bytes: int) -> checkpoint.Saver:
+def make_saver(config: Config, world: World, num_bytes: int, *, steps_done: int) -> Saver:
     """Return the saver of a run, whose first checkpoint is known to fit on the disk.
 
     Args:
         num_bytes: size of a checkpoint over all ranks.
+        steps_done: step of the checkpoint that the run continues from.
     Raises:
         ConfigError: the disk has no room for a checkpoint.
     """
-    saver = checkpoint.Saver(config.run_dir, keep_last=config.checkpoint.keep_last, world=world)
+    saver = Saver(config.run_dir, keep_last=config.checkpoint.keep_last, world=world, last_step=steps_done)
     if config.checkpoint.every_steps:
         saver.check_space(num_bytes // world.size)
     return saver
 
 
-def open_phase_log(config: Config, world: World, steps_done: int) -> PhaseLog | None:
-    """Return the phase log of a run; without `checkpoint.phase_log`, delete an older log and return None."""
+def open_phase_log(config: Config, world: World, steps_done: int, *, run_id: str) -> PhaseLog | None:
+    """Return the phase log of a run; without `checkpoint.phase_log`, delete an older log and return None.
+
+    Args:
+        steps_done: step of the checkpoint that the run continues from.
+        run_id: see Start.run_id; the log of another run is not read.
+    """
     folder = config.run_dir / "phase_log"
     if config.checkpoint.phase_log:
-        settings = as_dict(config) | {"checkpoint": None, "num_ranks": world.size}
+        settings = as_dict(config) | {"checkpoint": None, "num_ranks": world.size, "run_id": run_id}
         settings["run"] |= {"name": None, "dir": None, "resume": None}
-        if config.run.resume == "never" and world.is_main:
-            shutil.rmtree(folder, ignore_errors=True)
+        evaluation = [config.run.eval_function] if config.run.eval_function else []
+        settings["reward_files"] = reward_file_hashes([*config.reward.functions, *evaluation])
         key = hashlib.sha256(repr(settings).encode()).hexdigest()
         return PhaseLog(folder, key=key, first_step=steps_done + 1, world=world)
     if world.is_main:

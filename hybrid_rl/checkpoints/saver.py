@@ -3,20 +3,22 @@
 import json
 import logging
 import os
-import random
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-import torch
-
-from hybrid_rl.atomic import write_atomically
-from hybrid_rl.checkpoints.snapshot import Snapshot
+from hybrid_rl.atomic import flush_folder, write_atomically
+from hybrid_rl.checkpoints.find import STATE, checkpoint_name, read_state, replaced_name, step_of
+from hybrid_rl.checkpoints.manifest import describe, write_manifest
+from hybrid_rl.checkpoints.random_state import restore_random_state, take_random_state
+from hybrid_rl.checkpoints.snapshot import SavedTensors, Snapshot
 from hybrid_rl.config import check
 from hybrid_rl.distributed import World
+
+RANDOM_STATE = "random_state"
+"""Name of the part of a checkpoint that holds the state of the random generators."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,37 +35,20 @@ class CheckpointPart(Protocol):
         ...
 
 
-def checkpoint_name(step: int) -> str:
-    """Return the folder name of a step's checkpoint."""
-    return f"step_{step:06d}"
-
-
-def latest(run_dir: Path) -> Path | None:
-    """Return the newest complete checkpoint of a run, or None."""
-    pointer = run_dir / "latest"
-    if not pointer.exists():
-        return None
-    folder = run_dir / "checkpoints" / pointer.read_text().strip()
-    found = [f for f in (folder, _replaced(folder)) if f.is_dir()]
-    return found[0] if found else None
-
-
-def _replaced(folder: Path) -> Path:
-    """Return the folder to which a checkpoint moves while another one of the same step replaces it."""
-    return folder.with_name(f".replaced-{folder.name}")
-
-
 class Saver:
     """Writes checkpoints from snapshots on the host, one at a time, in a thread."""
 
-    def __init__(self, run_dir: Path, *, keep_last: int, world: World) -> None:
+    def __init__(self, run_dir: Path, *, keep_last: int, world: World, last_step: int = 0) -> None:
         """Delete checkpoints that a killed run left incomplete; a collective.
 
         Args:
             run_dir: folder of the run; checkpoints go into `checkpoints/`.
             keep_last: number of checkpoints to keep.
             world: all ranks.
+            last_step: step of the checkpoint that the run continues from.
         """
+        self.last_step = last_step
+        """Step of the newest checkpoint that is complete; 0 without any."""
         self._run_dir = run_dir
         self._keep_last = keep_last
         self._world = world
@@ -109,9 +94,9 @@ class Saver:
             ConfigError: the disk has no room.
         """
         self.wait()
-        parts, self._snapshots = self._snapshots, {}
+        parts, self._snapshots = self._snapshots | {RANDOM_STATE: take_random_state(self._world.rank)}, {}
         self.check_space(sum(part.num_bytes for part in parts.values()))
-        self._thread = threading.Thread(target=self._write, args=(step, parts, dict(state), _rng_state()))
+        self._thread = threading.Thread(target=self._write, args=(step, parts, dict(state)))
         self._thread.start()
 
     def wait(self) -> None:
@@ -139,36 +124,27 @@ class Saver:
         except BaseException:
             logger.exception("the last checkpoint was not written")
 
-    def _write(
-        self, step: int, parts: Mapping[str, Snapshot], state: Mapping[str, Any], rng: Mapping[str, Any]
-    ) -> None:
+    def _write(self, step: int, parts: Mapping[str, Snapshot], state: Mapping[str, Any]) -> None:
         try:
-            write(self._run_dir, step, parts, state, rng, keep_last=self._keep_last, world=self._thread_world)
+            write(self._run_dir, step, parts, state, keep_last=self._keep_last, world=self._thread_world)
+            self.last_step = step
         except BaseException as error:
             self._error = error
 
 
 def write(
-    run_dir: Path,
-    step: int,
-    parts: Mapping[str, Snapshot],
-    state: Mapping[str, Any],
-    rng: Mapping[str, Any],
-    *,
-    keep_last: int,
-    world: World,
+    run_dir: Path, step: int, parts: Mapping[str, Snapshot], state: Mapping[str, Any], *, keep_last: int, world: World
 ) -> None:
-    """Write the checkpoint of a step; a collective. After a crash at any moment, `latest` finds a complete checkpoint.
+    """Write the checkpoint of a step; a collective. After a crash at any moment, a whole checkpoint is there.
 
-    All ranks write into a temporary folder, which is renamed when they are done; then the file `latest` is replaced,
-    and then old checkpoints are deleted.
+    All ranks write into a temporary folder, in which the manifest with the checksums comes last. It is renamed when
+    all of it is on the disk; then the file `latest` is replaced, and then old checkpoints are deleted.
 
     Args:
         run_dir: folder of the run.
         step: the finished step.
         parts: name -> snapshot of this rank; each part gets a folder.
         state: JSON values, the same on every rank.
-        rng: state of this rank's random generators.
         keep_last: number of checkpoints to keep.
         world: all ranks.
     Raises:
@@ -176,55 +152,54 @@ def write(
     """
     folder = run_dir / "checkpoints" / checkpoint_name(step)
     partial = folder.with_name(f".partial-{folder.name}")
+    entries: dict[str, Any] = {}
+
+    def write_parts() -> None:
+        paths = [part.write(partial / name, world.rank) for name, part in parts.items()]
+        entries.update(describe(partial, paths))
+
+    def complete() -> None:
+        state_file = partial / STATE
+        write_atomically(state_file, json.dumps({"step": step, "world_size": world.size, **state}))
+        write_manifest(partial, files | describe(partial, [state_file]))
+        for path in (*partial.iterdir(), partial):
+            if path.is_dir():
+                flush_folder(path)
+        _publish(run_dir, partial, folder, keep_last)
+
+    _on_all_ranks(step, world, write_parts)
+    files = {name: entry for part in world.all_gather(entries) for name, entry in part.items()}
+    _on_all_ranks(step, world, complete if world.is_main else lambda: None)
+
+
+def _on_all_ranks(step: int, world: World, work: Callable[[], None]) -> None:
+    """Do the work of this rank, and raise on every rank what failed on any."""
     failure = None
     try:
-        partial.mkdir(parents=True, exist_ok=True)
-        for name, part in parts.items():
-            part.write(partial / name, world.rank)
-        torch.save(rng, partial / f"rng_rank{world.rank}.pt")
+        work()
     except Exception as error:
         failure = f"rank {world.rank}: {type(error).__name__}: {error}"
     failures = [text for text in world.all_gather(failure) if text]
     if failures:
         raise OSError(f"the checkpoint of step {step} could not be written; " + "; ".join(failures))
-    if world.is_main:
-        (partial / "state.json").write_text(json.dumps({"step": step, "world_size": world.size, **state}))
-        _publish(run_dir, partial, folder, keep_last)
-    world.barrier()
 
 
 def _publish(run_dir: Path, partial: Path, folder: Path, keep_last: int) -> None:
-    """Make a complete checkpoint the latest one, and delete old ones."""
+    """Make a complete checkpoint the latest one, and delete old ones; newer ones stay."""
     if folder.exists():
-        shutil.rmtree(_replaced(folder), ignore_errors=True)
-        os.replace(folder, _replaced(folder))
+        shutil.rmtree(replaced_name(folder), ignore_errors=True)
+        os.replace(folder, replaced_name(folder))
     os.replace(partial, folder)
+    flush_folder(folder.parent)
     write_atomically(run_dir / "latest", folder.name)
-    shutil.rmtree(_replaced(folder), ignore_errors=True)
-    others = sorted(f for f in (run_dir / "checkpoints").glob("step_*") if f != folder)
-    for old in others[: max(0, len(others) - keep_last + 1)]:
-        shutil.rmtree(old)
+    shutil.rmtree(replaced_name(folder), ignore_errors=True)
+    step = step_of(folder) or 0
+    older = {number: old for old in folder.parent.glob("step_*") if (number := step_of(old)) is not None}
+    steps = sorted(number for number in older if number < step)
+    for number in steps[: max(0, len(steps) - keep_last + 1)]:
+        shutil.rmtree(older[number])
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """Return step, world_size and the state that was passed to `Saver.start`."""
-    return json.loads((folder / "state.json").read_text())
-
-
-def load_rng(folder: Path, world: World) -> None:
+def load_random_state(folder: Path, world: World) -> None:
     """Restore the random generators of this rank; a rank that did not exist then takes those of another rank."""
-    saved_rank = world.rank % read_state(folder)["world_size"]
-    _set_rng_state(torch.load(folder / f"rng_rank{saved_rank}.pt", weights_only=False))
-
-
-def _rng_state() -> dict[str, Any]:
-    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
-
-
-def _set_rng_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
+    restore_random_state(SavedTensors(folder / RANDOM_STATE), world.rank % read_state(folder)["world_size"])

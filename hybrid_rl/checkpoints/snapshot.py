@@ -1,12 +1,16 @@
 """Host copies of the state that a checkpoint holds. Each rank writes one file; any number of ranks can read them."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from hybrid_rl.config import ConfigError, check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +27,14 @@ class Snapshot:
         """Size of the tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def write(self, folder: Path, rank: int) -> None:
-        """Write this rank's file and flush it to the disk."""
+    def write(self, folder: Path, rank: int) -> Path:
+        """Write this rank's file, flush it to the disk, and return it."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"part_{rank:05d}.safetensors"
         save_file(self.tensors, path, metadata=self.notes)
         with path.open("rb") as file:
             os.fsync(file.fileno())
+        return path
 
 
 class SavedTensors:
@@ -39,12 +44,12 @@ class SavedTensors:
         """Open the files of all ranks.
 
         Raises:
-            FileNotFoundError: the folder has none.
+            ConfigError: the folder has none, or one is no safetensors file.
         """
+        self._folder = folder
         paths = sorted(folder.glob("part_*.safetensors"))
-        if not paths:
-            raise FileNotFoundError(f"no part of a checkpoint in {folder}")
-        self._files = [safe_open(path, framework="pt") for path in paths]
+        check(bool(paths), f"the checkpoint {folder.parent} has no part {folder.name}")
+        self._files = [_open(path) for path in paths]
         self._file_of = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
         self.notes: dict[str, str] = self._files[0].metadata() or {}
 
@@ -55,3 +60,32 @@ class SavedTensors:
 
     def __getitem__(self, name: str) -> Tensor:
         return self._file_of[name].get_tensor(name)
+
+    def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Check that the saved tensors are those of a model.
+
+        Args:
+            shapes: name -> shape of the model's tensors.
+        Raises:
+            ConfigError: a tensor is missing, has another shape, or is not the model's.
+        """
+        saved = {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()}
+        different = sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name))
+        if different:
+            example = different[0]
+            raise ConfigError(
+                f"the checkpoint {self._folder.parent} is of another model: {len(different)} tensors of "
+                f"{self._folder.name} differ, such as {example}, of shape {_words(saved.get(example))} there and "
+                f"{_words(shapes.get(example))} in the model; give the models that the run was started with"
+            )
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path}: damaged, or not a safetensors file ({error}); restore it") from error
+
+
+def _words(shape: tuple[int, ...] | None) -> str:
+    return "none" if shape is None else str(list(shape))

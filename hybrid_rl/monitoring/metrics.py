@@ -1,29 +1,36 @@
 """Files of metrics and rollouts: metrics.jsonl, TensorBoard events and rollouts/step_*.jsonl."""
 
 import json
+import logging
 import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybrid_rl.atomic import write_atomically
+from hybrid_rl.atomic import set_aside, write_atomically
+
+logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
     """Writes a row of metrics per step to metrics.jsonl and to TensorBoard."""
 
     def __init__(self, run_dir: Path, resume_step: int = 0) -> None:
-        """Open the files of a run, and delete the rows from `resume_step` on, which the run writes again."""
+        """Open the files of a run, and delete the rows from `resume_step` on, which the run writes again.
+
+        Lines that are no rows are left out with a warning; the file with them is kept beside the new one. Half a line
+        at the end, which a killed process leaves, is left out without one.
+        """
         from torch.utils.tensorboard import (
             SummaryWriter,
         )  # imported here because it takes a second and only rank 0 writes
 
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / "metrics.jsonl"
-        kept = [row for row in _complete_lines(path) if json.loads(row)["step"] < resume_step]
-        write_atomically(path, "".join(kept))
-        self._last_step = json.loads(kept[-1])["step"] if kept else -1
+        kept = [row for row in _read_rows(path) if row["step"] < resume_step]
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._last_step = kept[-1]["step"] if kept else -1
         self._file = path.open("a", encoding="utf-8")
         self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step)
 
@@ -62,9 +69,41 @@ def write_rollouts(run_dir: Path, step: int, rows: Iterable[Mapping[str, Any]]) 
     return path
 
 
-def _complete_lines(path: Path) -> list[str]:
-    """Return the lines of a file without one that a killed process wrote in part; none if there is no file."""
+def delete_rollouts(run_dir: Path, first_step: int) -> None:
+    """Delete the rollouts of a step and of later ones."""
+    for path in (run_dir / "rollouts").glob("step_*.jsonl"):
+        number = path.stem.removeprefix("step_")
+        if number.isdecimal() and int(number) >= first_step:
+            path.unlink()
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file, each of a later step than the one before; none if there is no file."""
     if not path.exists():
         return []
-    with path.open(encoding="utf-8") as file:
-        return [line for line in file if line.endswith("\n")]
+    rows, bad_lines = list[dict[str, Any]](), list[int]()
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines[:-1], start=1):
+        row = _parse_row(line)
+        if row is None or (rows and row["step"] <= rows[-1]["step"]):
+            bad_lines.append(number)
+        else:
+            rows.append(row)
+    if bad_lines:
+        logger.warning(
+            "%s: %d lines are damaged, first line %d: they are left out; the file as it was is %s",
+            path,
+            len(bad_lines),
+            bad_lines[0],
+            set_aside(path),
+        )
+    return rows
+
+
+def _parse_row(line: bytes) -> dict[str, Any] | None:
+    """Return the row in a line; None if it is none."""
+    try:
+        row = json.loads(line)
+        return row if type(row["step"]) is int else None
+    except (ValueError, KeyError, TypeError):
+        return None

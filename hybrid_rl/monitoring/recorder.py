@@ -10,15 +10,16 @@ from types import TracebackType
 from typing import Self
 
 import torch
-import yaml
 from rich.console import Console
 
+from hybrid_rl.atomic import write_atomically
 from hybrid_rl.batch import Rollout, TrainBatch
 from hybrid_rl.config import Config, as_dict, check
 from hybrid_rl.distributed import World
-from hybrid_rl.monitoring.metrics import MetricsWriter, write_rollouts
+from hybrid_rl.monitoring.metrics import MetricsWriter, delete_rollouts, write_rollouts
 from hybrid_rl.monitoring.progress import Progress
 from hybrid_rl.monitoring.timeline import CudaProfiler, Timeline
+from hybrid_rl.settings.yaml_format import dump
 
 PER_TOKEN = ("kl", "correction/weight", "correction/out")
 """Sums that become means per response token; all others become means per response."""
@@ -56,14 +57,17 @@ class Recorder:
         self._started = time.monotonic()
 
     def open(self, first_step: int) -> None:
-        """Start to record at first_step, and delete the rows of this and of later steps, which the run writes again."""
+        """Start to record at first_step, and delete what the run writes again: later rows and rollouts, the summary."""
         self._config.run_dir.mkdir(parents=True, exist_ok=True)
         if not self._world.is_main:
             return
-        (self._config.run_dir / "config.yaml").write_text(yaml.safe_dump(as_dict(self._config), sort_keys=False))
-        (self._config.run_dir / "environment.json").write_text(json.dumps(environment(self._world), indent=1) + "\n")
-        self._writer = MetricsWriter(self._config.run_dir, resume_step=first_step)
-        console, num_steps = Console(), self._config.run.num_steps
+        run_dir, num_steps, console = self._config.run_dir, self._config.run.num_steps, Console()
+        write_atomically(run_dir / "config.yaml", dump(as_dict(self._config)))
+        write_atomically(run_dir / "environment.json", json.dumps(environment(self._world), indent=1) + "\n")
+        if first_step <= num_steps:
+            (run_dir / "summary.json").unlink(missing_ok=True)
+            delete_rollouts(run_dir, first_step)
+        self._writer = MetricsWriter(run_dir, resume_step=first_step)
         if first_step > num_steps:
             message = f"all {num_steps} steps of {self._config.run_dir} are done: nothing to train"
             console.print(message, markup=False, highlight=False, soft_wrap=True)
@@ -118,7 +122,7 @@ class Recorder:
         rows = [
             {
                 "prompt_id": rollout.prompt.prompt_id,
-                "prompt": rollout.prompt.text,
+                "prompt": rollout.prompt.text_without_prefill,
                 "response": rollout.text,
                 "answer": rollout.prompt.answer,
                 "reward": reward,
@@ -137,7 +141,8 @@ class Recorder:
     def summary(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
         """Write the first and the last evaluation into summary.json, and print both in a table."""
         if self._progress:
-            (self._config.run_dir / "summary.json").write_text(json.dumps({"before": before, "after": after}) + "\n")
+            content = json.dumps({"before": before, "after": after}) + "\n"
+            write_atomically(self._config.run_dir / "summary.json", content)
             self._progress.__exit__(None, None, None)
             self._progress.summary(before, after)
 

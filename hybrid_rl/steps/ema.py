@@ -82,11 +82,12 @@ class MovingReference:
         """Read the weights that a snapshot wrote.
 
         Raises:
-            FileNotFoundError: the folder holds none.
+            ConfigError: the folder holds none, or those of another model.
         """
-        saved = SavedTensors(folder)
+        saved, weights = SavedTensors(folder), self._weights()
+        saved.check_shapes({name: tuple(tensor.shape) for name, tensor in weights.items()})
         with torch.no_grad():
-            for name, tensor in self._weights().items():
+            for name, tensor in weights.items():
                 tensor.copy_(saved[name])
 
     def _weights(self) -> dict[str, Tensor]:
@@ -132,8 +133,10 @@ class EmaWeights:
         """Read the weights that a snapshot wrote.
 
         Raises:
-            FileNotFoundError: the folder holds none.
+            ConfigError: the folder holds none, or those of another model.
         """
         saved = SavedTensors(folder)
+        if self._world.is_main:
+            saved.check_shapes({name: tuple(tensor.shape) for name, tensor in self._tensors.items()})
         for name, tensor in self._tensors.items():
             tensor.copy_(saved[name])

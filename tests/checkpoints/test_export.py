@@ -52,7 +52,7 @@ def test_only_a_better_actor_replaces_the_best_one(tmp_path, tiny, world, train_
     folder = tmp_path / "best"
 
     def offer(accuracy: float, number: int) -> bool:
-        return export.export_best(folder, actor, tokenizer, world, accuracy=accuracy, step=number)
+        return export.export_best(folder, actor, tokenizer, world, accuracy=accuracy, step=number, run_id="a")
 
     assert offer(0.5, 1)
     kept = AutoModelForCausalLM.from_pretrained(folder).state_dict()
@@ -63,4 +63,4 @@ def test_only_a_better_actor_replaces_the_best_one(tmp_path, tiny, world, train_
     assert offer(0.75, 4)
     better = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert not all(torch.equal(better[name], kept[name]) for name in kept)
-    assert json.loads((folder / "best.json").read_text()) == {"step": 4, "accuracy": 0.75}
+    assert json.loads((folder / "best.json").read_text()) == {"step": 4, "accuracy": 0.75, "run_id": "a"}

@@ -62,7 +62,7 @@ def test_another_key_deletes_the_log_with_a_warning(tmp_path, world, caplog):
     open_log(tmp_path, world).get_or_compute(1, "rollout", lambda: "old")
     with caplog.at_level(logging.WARNING):
         log = open_log(tmp_path, world, key="other")
-    assert "phase log of steps [1] has other settings or another number of ranks" in caplog.text
+    assert "phase log of steps [1] has other settings, another run or another number of ranks" in caplog.text
     assert log.get_or_compute(1, "rollout", lambda: "new") == "new"
     assert open_log(tmp_path, world, key="other").get_or_compute(1, "rollout", never) == "new"
 

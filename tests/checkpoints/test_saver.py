@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hybrid_rl.checkpoints import saver as checkpoint
+from hybrid_rl.checkpoints.find import checkpoint_name, find_newest, read_state
 from hybrid_rl.checkpoints.snapshot import SavedTensors, Snapshot
 from hybrid_rl.config import ConfigError, ModelsConfig, OptimizerConfig
 from hybrid_rl.distributed import World, join_world
@@ -34,7 +35,11 @@ def save(run_dir: Path, number: int, engines, world: World, *, keep_last: int = 
         saver.snapshot(name, engine)
     saver.start(number, {"loader": number, **state})
     saver.wait()
-    return run_dir / "checkpoints" / checkpoint.checkpoint_name(number)
+    return run_dir / "checkpoints" / checkpoint_name(number)
+
+
+def latest(run_dir: Path) -> Path | None:
+    return find_newest(run_dir, may_lose_steps=True)[0]
 
 
 def steps_on_disk(run_dir: Path) -> list[str]:
@@ -42,15 +47,21 @@ def steps_on_disk(run_dir: Path) -> list[str]:
 
 
 def test_a_run_without_checkpoints_has_no_latest_one(tmp_path):
-    assert checkpoint.latest(tmp_path) is None
+    assert latest(tmp_path) is None
 
 
 def test_state_is_restored(tmp_path, engines, world):
     folder = save(tmp_path, 4, engines, world, note="n")
-    assert folder == checkpoint.latest(tmp_path) == tmp_path / "checkpoints" / "step_000004"
-    assert checkpoint.read_state(folder) == {"step": 4, "world_size": 1, "loader": 4, "note": "n"}
+    assert folder == latest(tmp_path) == tmp_path / "checkpoints" / "step_000004"
+    assert read_state(folder) == {"step": 4, "world_size": 1, "loader": 4, "note": "n"}
     assert steps_on_disk(tmp_path) == ["step_000004"]
-    assert {path.name for path in folder.iterdir()} == {"actor", "critic", "rng_rank0.pt", "state.json"}
+    assert {path.name for path in folder.iterdir()} == {
+        "actor",
+        "critic",
+        "random_state",
+        "state.json",
+        "manifest.json",
+    }
 
 
 def test_weights_are_restored(tmp_path, tiny, engines, world, train_step):
@@ -74,7 +85,7 @@ def test_random_generators_are_restored(tmp_path, engines, world):
     expected = [draw() for _ in range(3)]
     for _ in range(5):
         draw()
-    checkpoint.load_rng(folder, world)
+    checkpoint.load_random_state(folder, world)
     assert [draw() for _ in range(3)] == expected
 
 
@@ -84,24 +95,23 @@ def test_old_checkpoints_are_deleted(tmp_path, engines, world):
     assert steps_on_disk(tmp_path) == ["step_000003", "step_000010"]
     save(tmp_path, 11, engines, world, keep_last=1)
     assert steps_on_disk(tmp_path) == ["step_000011"]
-    assert checkpoint.latest(tmp_path).name == "step_000011"
+    assert latest(tmp_path).name == "step_000011"
 
 
-@pytest.mark.parametrize("keep_last", [1, 2])
-def test_a_new_run_in_an_old_folder_keeps_its_own_checkpoint(tmp_path, engines, world, keep_last):
-    """run.resume = never starts at step 1 again, in a folder with checkpoints of higher steps."""
+def test_newer_checkpoints_stay(tmp_path, engines, world):
+    """Only checkpoints before the one that is written count as old."""
     for number in (50, 60):
         save(tmp_path, number, engines, world)
-    folder = save(tmp_path, 4, engines, world, keep_last=keep_last)
-    assert checkpoint.latest(tmp_path) == folder
-    assert checkpoint.read_state(folder)["step"] == 4
-    assert len(steps_on_disk(tmp_path)) <= keep_last
+    save(tmp_path, 4, engines, world, keep_last=1)
+    assert steps_on_disk(tmp_path) == ["step_000004", "step_000050", "step_000060"]
+    found, (warning,) = find_newest(tmp_path, may_lose_steps=True)
+    assert found.name == "step_000060" and "latest names step_000004, but step_000060 is whole" in warning
 
 
 def test_same_step_again_replaces_it(tmp_path, engines, world):
     save(tmp_path, 3, engines, world, note="old")
     folder = save(tmp_path, 3, engines, world, note="new")
-    assert checkpoint.read_state(folder)["note"] == "new"
+    assert read_state(folder)["note"] == "new"
     assert steps_on_disk(tmp_path) == ["step_000003"]
 
 
@@ -109,7 +119,7 @@ class Killed(BaseException):
     """Stands for a process that ends here."""
 
 
-FILE_OPERATIONS = [(os, "replace"), (shutil, "rmtree"), (torch, "save"), (Path, "write_text"), (Path, "mkdir")]
+FILE_OPERATIONS = [(os, "replace"), (os, "fsync"), (shutil, "rmtree"), (Path, "mkdir")]
 
 
 @pytest.mark.parametrize("first_step", [1, 2], ids=["another step", "the same step"])
@@ -137,13 +147,13 @@ def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path, engines, wo
                 killed = False
             except Killed:
                 killed = True
-        found = checkpoint.latest(run_dir)
+        found = latest(run_dir)
         assert found is not None, f"killed before file operation {count}: no checkpoint is complete"
-        saved.append(checkpoint.read_state(found)["note"])
+        saved.append(read_state(found)["note"])
         for name, engine in engines.items():
             engine.load(found / name)
         save(run_dir, 5, engines, world, keep_last=1)  # the next save works with what the killed one left
-        assert checkpoint.latest(run_dir).name == "step_000005" and steps_on_disk(run_dir)[-1] == "step_000005"
+        assert latest(run_dir).name == "step_000005" and steps_on_disk(run_dir)[-1] == "step_000005"
         shutil.rmtree(run_dir)
         if not killed:
             break
@@ -158,19 +168,19 @@ def test_kill_while_a_part_is_written(tmp_path, engines, world, monkeypatch):
     save(tmp_path, 1, engines, world)
     write = Snapshot.write
 
-    def killed(self: Snapshot, folder: Path, rank: int) -> None:
+    def killed(self: Snapshot, folder: Path, rank: int) -> Path:
         if folder.name == "critic":
             folder.mkdir(parents=True)
             (folder / "part_00007.safetensors").write_text("half")
             raise Killed
-        write(self, folder, rank)
+        return write(self, folder, rank)
 
     monkeypatch.setattr(Snapshot, "write", killed)
     with pytest.raises(Killed):
         save(tmp_path, 2, engines, world)
     monkeypatch.undo()
-    assert checkpoint.latest(tmp_path).name == "step_000001"
-    assert checkpoint.read_state(checkpoint.latest(tmp_path))["step"] == 1
+    assert latest(tmp_path).name == "step_000001"
+    assert read_state(latest(tmp_path))["step"] == 1
     folder = save(tmp_path, 2, engines, world)
     assert not list(folder.rglob("part_00007*")) and steps_on_disk(tmp_path) == ["step_000001", "step_000002"]
 
@@ -180,9 +190,9 @@ class Slow(Snapshot):
 
     may_go = threading.Event()
 
-    def write(self, folder: Path, rank: int) -> None:
+    def write(self, folder: Path, rank: int) -> Path:
         assert self.may_go.wait(timeout=60)
-        super().write(folder, rank)
+        return super().write(folder, rank)
 
 
 class SlowPart:
@@ -203,10 +213,10 @@ def test_the_run_goes_on_while_a_checkpoint_is_written(tmp_path, tiny, world, tr
     saver.start(1, {})
     train_step(actor)
     saver.raise_if_failed()
-    assert checkpoint.latest(tmp_path) is None
+    assert latest(tmp_path) is None
     Slow.may_go.set()
     saver.wait()
-    actor.load(checkpoint.latest(tmp_path) / "actor")
+    actor.load(latest(tmp_path) / "actor")
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(actor).items())
 
 
@@ -218,7 +228,7 @@ def test_a_failed_write_raises_in_the_run_once(tmp_path, engines, world):
     saver.start(1, {})
     with pytest.raises(OSError, match="step 1 could not be written; rank 0: FileExistsError"):
         saver.wait()
-    assert checkpoint.latest(tmp_path) is None
+    assert latest(tmp_path) is None
     saver.wait()  # raises once
 
 
@@ -232,7 +242,10 @@ def test_a_full_disk_is_rejected_with_both_sizes(tmp_path, world):
 
 def test_a_deleted_checkpoint_is_not_found(tmp_path, engines, world):
     shutil.rmtree(save(tmp_path, 1, engines, world))
-    assert checkpoint.latest(tmp_path) is None
+    with pytest.raises(
+        ConfigError, match=r"no checkpoint is whole \(step_000001, which the file latest names, is not there"
+    ):
+        latest(tmp_path)
 
 
 class Part:
@@ -260,8 +273,8 @@ def main() -> None:
             saver.wait()
         except OSError as error:
             result["error"] = str(error)
-    parts = SavedTensors(checkpoint.latest(folder / "run") / "part")
-    result |= {"step": checkpoint.read_state(checkpoint.latest(folder / "run"))["step"], "notes": parts.notes}
+    parts = SavedTensors(latest(folder / "run") / "part")
+    result |= {"step": read_state(latest(folder / "run"))["step"], "notes": parts.notes}
     result |= {name: parts[name].tolist() for name in parts.names}
     torch.save(result, folder / f"rank{world.rank}.pt")
 

@@ -1,0 +1,47 @@
+"""The state of a rank's random generators, as tensors of a checkpoint."""
+
+import math
+import random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybrid_rl.checkpoints.snapshot import SavedTensors, Snapshot
+
+
+def take_random_state(rank: int) -> Snapshot:
+    """Return the state of the generators of Python, NumPy, torch and, if there is one, the GPU.
+
+    Args:
+        rank: of this process, which the tensors' names start with.
+    """
+    version, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state()
+    tensors = {
+        "python": torch.tensor([version, *words], dtype=torch.int64),
+        "python_gauss": torch.tensor([math.nan if gauss is None else gauss], dtype=torch.float64),
+        "numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    return Snapshot(tensors={f"rank_{rank}/{name}": tensor for name, tensor in tensors.items()})
+
+
+def restore_random_state(saved: SavedTensors, rank: int) -> None:
+    """Set the generators of this process to the state that a rank saved."""
+
+    def state(name: str) -> Tensor:
+        return saved[f"rank_{rank}/{name}"]
+
+    version, *words = state("python").tolist()
+    gauss = float(state("python_gauss"))
+    random.setstate((version, tuple(words), None if math.isnan(gauss) else gauss))
+    *keys, position, has_gauss = state("numpy").tolist()
+    cached = float(state("numpy_gauss"))
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state("torch"))
+    if torch.cuda.is_available() and f"rank_{rank}/cuda" in saved.names:
+        torch.cuda.set_rng_state(state("cuda"))
