@@ -153,4 +153,5 @@ def _load_eval_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> li
         config.prompts,
         seed=config.run.seed + 1_000_003,  # a generated task then gives other rows than for training
         num_rows=config.prompts.max_eval_samples,
+        is_evaluation=True,
     )

@@ -4,17 +4,20 @@ import difflib
 import hashlib
 import logging
 import random
+from math import isfinite
 from numbers import Number
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.batch import Prompt
 from hybrid_rl.config import ConfigError, PromptsConfig, check
-from hybrid_rl.data.files import Message, Row, column_of, is_chat, read_rows
+from hybrid_rl.data.chat import render_chat
+from hybrid_rl.data.files import EVALUATION_SPLITS, TRAINING_SPLITS, Message, column_of, is_chat, read_rows
+from hybrid_rl.data.json_rows import Row
 from hybrid_rl.data.template import Template, load_template
+from hybrid_rl.models.tokenizer import encode
 from hybrid_rl.rewards.rules import import_reasoning_gym
 
 logger = logging.getLogger(__name__)
@@ -22,22 +25,27 @@ logger = logging.getLogger(__name__)
 TASK_PREFIX = "reasoning_gym:"
 
 
-def load_rows(path: str, config: PromptsConfig, *, seed: int, num_rows: int | None = None) -> list[Row]:
+def load_rows(
+    path: str, config: PromptsConfig, *, seed: int, num_rows: int | None = None, is_evaluation: bool | None = None
+) -> list[Row]:
     """Return the rows of a data set, after checking that each has a prompt and, if `answer_column` is set, an answer.
 
     Args:
         path: file, folder or `reasoning_gym:<task>`, as in prompts.path.
         seed: of the rows that a `reasoning_gym:<task>` generates; files ignore it.
         num_rows: number of rows to take from the start, or to generate; None takes all, or generates `num_generated`.
+        is_evaluation: whether a DatasetDict gives its held-out rows; None does if only prompts.eval_path names it.
     Raises:
         ConfigError: the data set cannot be read, or a row lacks a column or has a value of another type.
     """
-    source = f"prompts.{'eval_path' if path == config.eval_path != config.path else 'path'} = {path}"
+    is_evaluation = path == config.eval_path != config.path if is_evaluation is None else is_evaluation
+    source = f"prompts.{'eval_path' if is_evaluation else 'path'} = {path}"
+    splits = EVALUATION_SPLITS if is_evaluation else TRAINING_SPLITS
     is_task = path.startswith(TASK_PREFIX)
     if is_task:
         rows = _generate_rows(path.removeprefix(TASK_PREFIX), config, source, seed, num_rows or config.num_generated)
     else:
-        rows = read_rows(Path(path), source=source, text_column=config.prompt_column)[:num_rows]
+        rows = read_rows(Path(path), source=source, text_column=config.prompt_column, splits=splits)[:num_rows]
     check(bool(rows), f"{source}: holds no rows")
 
     for number, row in enumerate(rows):
@@ -78,13 +86,11 @@ def encode_prompt(
         template = load_template(config.template_path, tokenizer)
     if isinstance(value, str) and not config.chat:
         _check_plain(config, template, where)
-        text, token_ids = value, list(tokenizer(value)["input_ids"])
+        text, prefill = value, ""
     else:
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-        text = _render_chat(tokenizer, messages, config, template, where)
-        token_ids = _added_bos(tokenizer) + tokenizer(text, add_special_tokens=False)["input_ids"]
-    while tokenizer.bos_token_id is not None and token_ids[:2] == [tokenizer.bos_token_id] * 2:
-        token_ids = token_ids[1:]
+        text, prefill = render_chat(tokenizer, messages, config, template, where)
+    token_ids = encode(tokenizer, text)
     check(bool(token_ids), f"{where}: its prompt {text!r} gives no tokens")
     metadata = {name: v for name, v in row.items() if name not in (config.prompt_column, config.answer_column)}
     if template.response_format_tags:
@@ -94,26 +100,33 @@ def encode_prompt(
         prompt_id=prompt_id,
         text=text,
         token_ids=token_ids,
+        prefill=prefill,
         answer=_answer_of(row, config, where) if config.answer_column in row else None,
         metadata=metadata,
     )
 
 
 def load_prompts(
-    path: str, tokenizer: PreTrainedTokenizerBase, config: PromptsConfig, *, seed: int, num_rows: int | None = None
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PromptsConfig,
+    *,
+    seed: int,
+    num_rows: int | None = None,
+    is_evaluation: bool | None = None,
 ) -> list[Prompt]:
     """Return the prompts of a data set in its order; overlong prompts are an error, or dropped with a warning.
 
     `prompt_id` is the row number in the data set, also after rows are dropped.
 
     Args:
-        path, config, seed, num_rows: see `load_rows`.
+        path, config, seed, num_rows, is_evaluation: see `load_rows`.
         tokenizer: the actor's.
     Raises:
         ConfigError: as `load_rows` and `encode_prompt`; a prompt is too long and `overlong_prompts` is error; no
             prompt is left.
     """
-    rows = load_rows(path, config, seed=seed, num_rows=num_rows)
+    rows = load_rows(path, config, seed=seed, num_rows=num_rows, is_evaluation=is_evaluation)
     template = load_template(config.template_path, tokenizer)
     prompts = [
         encode_prompt(tokenizer, row, config, prompt_id=number, template=template) for number, row in enumerate(rows)
@@ -235,10 +248,17 @@ def _prompt_of(row: Row, config: PromptsConfig, where: str) -> str | list[Messag
 def _answer_of(row: Row, config: PromptsConfig, where: str) -> str | None:
     value = column_of(row, config.answer_column, field="prompts.answer_column", where=where)
     check(
-        value is None or isinstance(value, str | Number),
+        value is None or (isinstance(value, str | Number) and not isinstance(value, bool)),
         f"{where}: '{config.answer_column}' (prompts.answer_column) must be text or a number, got {str(value)[:80]!r}",
     )
-    return None if value is None else str(value)
+    if value is None:
+        return None
+    text = str(value)
+    check(
+        bool(text.strip()) and (isinstance(value, str) or isfinite(value)),
+        f"{where}: '{config.answer_column}' (prompts.answer_column) is empty or not a finite number, got {text[:80]!r}",
+    )
+    return text
 
 
 def _check_plain(config: PromptsConfig, template: Template, where: str) -> None:
@@ -249,41 +269,6 @@ def _check_plain(config: PromptsConfig, template: Template, where: str) -> None:
         (template.chat_template, f"chat_template in prompts.template_path = {config.template_path}"),
     ):
         check(value is None, f"{name} is set but {where} is text: give chat messages or prompts.chat = true")
-
-
-def _render_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], config: PromptsConfig, template: Template, where: str
-) -> str:
-    chat_template = template.chat_template or tokenizer.chat_template
-    check(
-        bool(chat_template),
-        f"{where} is a chat prompt but the tokenizer {tokenizer.name_or_path!r} has no chat template: "
-        "give text prompts with prompts.chat = false, a tokenizer that has one, or prompts.template_path",
-    )
-    check(
-        None in (config.system_message, template.system_message),
-        f"prompts.system_message is set, and another one in prompts.template_path = {config.template_path}: drop one",
-    )
-    source = "system_message" if config.system_message is not None else "template_path"
-    system_message = config.system_message if config.system_message is not None else template.system_message
-    if system_message is not None:
-        check(
-            messages[0]["role"] != "system",
-            f"prompts.{source} is set but {where} already starts with a system message: drop one of them",
-        )
-        messages = [{"role": "system", "content": system_message}, *messages]
-    try:
-        return tokenizer.apply_chat_template(
-            messages, chat_template=chat_template, tokenize=False, add_generation_prompt=True
-        )
-    except jinja2.TemplateError as error:
-        raise ConfigError(f"{where}: the chat template refuses its messages: {error}") from error
-
-
-def _added_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids that the tokenizer adds before a text: [BOS] or []."""
-    first = list(tokenizer("")["input_ids"][:1])
-    return first if first == [tokenizer.bos_token_id] else []
 
 
 def _generate_rows(task: str, config: PromptsConfig, source: str, seed: int, num_rows: int) -> list[Row]:

@@ -3,11 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.config import ConfigError, PtxConfig, check
+from hybrid_rl.data.chat import chat_template_of
 from hybrid_rl.data.files import column_of, is_chat, read_rows
+from hybrid_rl.data.template import Template
+from hybrid_rl.models.tokenizer import encode
 
 
 def load_texts(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -45,17 +47,12 @@ def _encode(tokenizer: PreTrainedTokenizerBase, value: Any, config: PtxConfig, w
             f"{where}: '{config.column}' (ptx.column) must be text, or a list of messages with text in `role` and "
             f"`content`; got {str(value)[:80]!r}",
         )
-        check(
-            bool(tokenizer.chat_template),
-            f"{where} is a chat but the tokenizer {tokenizer.name_or_path!r} has no chat template: give text",
-        )
+        source = chat_template_of(tokenizer, Template(), where)
         try:
-            value = tokenizer.apply_chat_template(value, tokenize=False)
-        except jinja2.TemplateError as error:
+            value = tokenizer.apply_chat_template(value, chat_template=source, tokenize=False)
+        except Exception as error:  # a template is a program of its own, which can raise anything
             raise ConfigError(f"{where}: the tokenizer's chat template refuses its messages: {error}") from error
-    token_ids = list(tokenizer(value)["input_ids"])
-    has_two_bos = tokenizer.bos_token_id is not None and token_ids[:2] == [tokenizer.bos_token_id] * 2
-    return token_ids[1:] if has_two_bos else token_ids
+    return encode(tokenizer, value)
 
 
 def _end_with_eos(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> list[int]:

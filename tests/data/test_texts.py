@@ -75,7 +75,7 @@ def test_a_csv_field_may_hold_a_chat_as_json(tmp_path):
         (["abc", ""], {}, r"row 1: gives 1 of at most ptx\.max_tokens = 512 tokens, needs 2 or more"),
         (["abc"], {"max_tokens": 1}, r"row 0: gives 1 of at most ptx\.max_tokens = 1 tokens"),
         (["abc", 7], {}, r"row 1: 'text' \(ptx\.column\) must be text, or a list of messages .*; got '7'"),
-        ([CHAT], {}, "row 0 is a chat but the tokenizer '.*' has no chat template"),
+        ([CHAT], {}, "row 0 is a chat prompt but the tokenizer '.*' has no chat template"),
     ],
 )
 def test_rows_that_cannot_be_read_are_named(tmp_path, values, changes, message):
