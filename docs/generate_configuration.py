@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from hybrid_rl.checkpoints.resume_rules import MEANINGS, RULES
 from hybrid_rl.config import Config
 from hybrid_rl.settings.ranges import FINITE, RANGES
 
@@ -103,9 +104,39 @@ def table(name: str, settings: Any) -> str:
     return "\n".join(lines) + "\n"
 
 
+RESUMING = """
+## Settings of a run that continues
+
+With `run.resume: auto` or `must` a run goes on from its newest whole checkpoint. Its settings are compared with the
+settings of the checkpoint, its models by the hash of their files: a copy under another path is the same model, and
+another model under the same path is refused. All refusals are reported at once, before a model loads or a file of the
+run changes.
+
+Every file of a checkpoint is compared with its checksum. If the newest checkpoint is damaged, `auto` goes back to the
+newest whole one with a warning that names the file and the lost steps, and `must` exits with code 2; both exit with
+code 2 if none is whole. `never` moves an earlier run of the same folder to `<run.dir>/<run.name>.old-1`, or the next
+free number, and starts at step 1. One run at a time may use a folder; a second one exits with code 2.
+
+"""
+"""Section above the table of rules."""
+
+
+def resume_rules() -> str:
+    """Return the section on the settings of a run that continues."""
+    lines = ["| Rule | What happens where the value is not the checkpoint's |", "|---|---|"]
+    lines += [f"| {kind} | {meaning} |" for kind, meaning in MEANINGS.items()]
+    lines += ["", "| Setting | Rule | Reason |", "|---|---|---|"]
+    for name, rule in RULES.items():
+        kind = f"{rule.kind} in part, else warns" if rule.trait else rule.kind
+        condition = f" (only with `{rule.needs}`)" if rule.needs else ""
+        lines.append(f"| `{name}` | {kind} | {rule.reason}{condition} |")
+    return RESUMING + "\n".join(lines) + "\n"
+
+
 def page() -> str:
     """Return the whole page."""
-    return INTRODUCTION + "".join("\n" + table(name, settings) for name, settings in sections(Config()))
+    tables = "".join("\n" + table(name, settings) for name, settings in sections(Config()))
+    return INTRODUCTION + tables + resume_rules()
 
 
 if __name__ == "__main__":

@@ -108,8 +108,15 @@ def keep_best(run: Run, evaluation: Metrics, *, steps_done: int) -> None:
     """Export the actor if the evaluation of its weights is the best so far."""
     if evaluation and run.config.checkpoint.keep_best:
         folder, accuracy = run.config.run_dir / "best", evaluation["accuracy"]
-        notes = {"accuracy": accuracy, "step": steps_done, "run_id": run.folder.run_id}
-        exporting.export_best(folder, run.actor, run.data.tokenizer, run.world, **notes)
+        exporting.export_best(
+            folder,
+            run.actor,
+            run.data.tokenizer,
+            run.world,
+            accuracy=accuracy,
+            step=steps_done,
+            run_id=run.folder.run_id,
+        )
 
 
 def update_reference(run: Run, *, steps_done: int) -> None:

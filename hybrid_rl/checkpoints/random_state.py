@@ -2,6 +2,7 @@
 
 import math
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,8 @@ def take_random_state(rank: int) -> Snapshot:
         rank: of this process, which the tensors' names start with.
     """
     version, words, gauss = random.getstate()
-    _, keys, position, has_gauss, cached = np.random.get_state()
+    numpy_state: Any = np.random.get_state()
+    _, keys, position, has_gauss, cached = numpy_state
     tensors = {
         "python": torch.tensor([version, *words], dtype=torch.int64),
         "python_gauss": torch.tensor([math.nan if gauss is None else gauss], dtype=torch.float64),

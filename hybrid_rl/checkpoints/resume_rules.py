@@ -3,11 +3,14 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from hybrid_rl.algorithms.specs import ESTIMATORS
 
-MAY_CHANGE, WARNS, REFUSED, BY_CONTENT = "may change", "warns", "refused", "by content"
+MAY_CHANGE: Final = "may change"
+WARNS: Final = "warns"
+REFUSED: Final = "refused"
+BY_CONTENT: Final = "by content"
 Kind = Literal["may change", "warns", "refused", "by content"]
 MEANINGS: Mapping[Kind, str] = MappingProxyType(
     {

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from hybrid_rl.checkpoints.phase_log import PhaseLog
+from hybrid_rl.checkpoints.resume import open_phase_log
+from hybrid_rl.config import CheckpointConfig, Config, RewardConfig, RunConfig
 from hybrid_rl.distributed import World, join_world
 
 
@@ -118,3 +120,32 @@ def test_deleting_the_log_waits_for_the_last_rank(found):
 
 if __name__ == "__main__":
     main()
+
+
+def test_a_damaged_file_is_computed_again(tmp_path, world, caplog):
+    open_log(tmp_path, world).get_or_compute(1, "rollout", lambda: "first")
+    (path,) = (tmp_path / "log" / "step_000001").iterdir()
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 0x40
+    path.write_bytes(content)
+    assert open_log(tmp_path, world).get_or_compute(1, "rollout", lambda: "again") == "again"
+    assert f"{path} is damaged: this phase is computed again" in caplog.text
+    assert open_log(tmp_path, world).get_or_compute(1, "rollout", never) == "again"
+
+
+def test_an_edited_reward_file_starts_another_log(tmp_path, world):
+    file = tmp_path / "rewards.py"
+    file.write_text("def length(response, answer): return 1.0\n")
+    functions = RewardConfig(functions=[f"{file}:length"])
+    run = RunConfig(name="run", dir=str(tmp_path))
+    config = Config(run=run, reward=functions, checkpoint=CheckpointConfig(phase_log=True))
+
+    def reopen() -> PhaseLog:
+        log = open_phase_log(config, world, 0, run_id="a")
+        assert log is not None
+        return log
+
+    reopen().get_or_compute(1, "scores", lambda: "first")
+    assert reopen().get_or_compute(1, "scores", never) == "first"
+    file.write_text("def length(response, answer): return 2.0\n")
+    assert reopen().get_or_compute(1, "scores", lambda: "second") == "second"

@@ -80,3 +80,13 @@ def test_rollouts_of_a_repeated_step_are_replaced(tmp_path):
     write_rollouts(tmp_path, 1, [{"reward": 0.0}, {"reward": 1.0}])
     path = write_rollouts(tmp_path, 1, [{"reward": 2.0}])
     assert path.read_text() == '{"reward": 2.0}\n'
+
+
+def test_damaged_rows_are_left_out_and_the_file_is_kept(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    content = '{"step": 1}\ngarbage\n{"loss": 2}\n\xff\n{"step": 2}\n{"step": 2}\n'.encode("latin-1")
+    path.write_bytes(content)
+    MetricsWriter(tmp_path, resume_step=3).close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert path.with_name("metrics.jsonl.old-1").read_bytes() == content
+    assert "4 lines are damaged, first line 2" in caplog.text

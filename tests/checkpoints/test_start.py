@@ -1,0 +1,231 @@
+"""How a run starts from what lies in its folder: which checkpoint, which settings may differ, and whose files."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_rl.checkpoints.find import checkpoint_name, find_newest
+from hybrid_rl.checkpoints.lock import RunLock
+from hybrid_rl.checkpoints.resume_rules import MAY_CHANGE, RULES
+from hybrid_rl.checkpoints.resume_settings import compare, flatten, plain_settings
+from hybrid_rl.checkpoints.run_folder import RunFolder, tidy
+from hybrid_rl.checkpoints.saver import write
+from hybrid_rl.checkpoints.snapshot import Snapshot
+from hybrid_rl.checkpoints.start import decide_start
+from hybrid_rl.config import Config, ConfigError, ModelsConfig, RunConfig
+from hybrid_rl.distributed import World
+from tests.conftest import change
+from tests.programs import PATHS
+
+WORLD = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+
+
+@pytest.fixture
+def config(tiny: Path, tmp_path: Path) -> Config:
+    for name in ("policy", "reward"):
+        shutil.copytree(tiny / name, tmp_path / name)
+    models = ModelsConfig(actor=str(tmp_path / "policy"), reward=str(tmp_path / "reward"))
+    return Config(run=RunConfig(name="run", dir=str(tmp_path / "runs")), models=models)
+
+
+def save(config: Config, *steps: int) -> Path:
+    """Write checkpoints of a run with these settings, and return the folder of the last one."""
+    folder = RunFolder(config, WORLD)
+    start = folder.accept(decide_start(config))
+    folder.write_record()
+    for step in steps:
+        parts = {"actor": Snapshot(tensors={"weight": torch.full((64,), float(step))})}
+        write(config.run_dir, step, parts, {"run": folder.identity()}, keep_last=9, world=WORLD)
+    folder.close()
+    assert start.run_id == folder.run_id
+    return config.run_dir / "checkpoints" / checkpoint_name(steps[-1])
+
+
+def refusals(config: Config) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        decide_start(config)
+    return list(error.value.messages)
+
+
+# Settings and models
+
+
+def test_every_setting_has_a_rule_and_every_rule_a_setting() -> None:
+    assert set(flatten(plain_settings(Config()))) == set(RULES)
+
+
+def test_settings_that_do_not_fit_the_checkpoint_are_refused_together(config: Config) -> None:
+    save(config, 3)
+    changed = change(config, {"models.lora.rank": 4, "reward.normalize": True, "update.actor.lr": 5e-4})
+    messages = refusals(changed)
+    assert [message.split(" = ")[0] for message in messages] == ["models.lora.rank", "reward.normalize"]
+    assert "models.lora.rank = 4, but the checkpoint was written with 0, and " in messages[0]
+    assert all("start a new run with another run.name" in message for message in messages)
+    assert decide_start(change(config, {"update.actor.lr": 5e-4})).warnings == ()
+
+
+def test_a_setting_that_changes_what_is_measured_warns(config: Config) -> None:
+    save(config, 3)
+    (warning,) = decide_start(change(config, {"rollout.temperature": 0.5})).warnings
+    assert "goes on with other settings: rollout.temperature from 1.0 to 0.5 (" in warning
+
+
+def test_settings_of_the_machine_may_change(config: Config) -> None:
+    names = ["run.num_steps", "update.zero_stage", "update.micro_batch_tokens", "memory.swap", "checkpoint.keep_last"]
+    assert {RULES[name].kind for name in names} == {MAY_CHANGE}
+    changed = change(config, {"run.num_steps": 7, "update.zero_stage": 3, "memory.swap": "off"})
+    changes = compare(plain_settings(config), changed)
+    assert (changes.refused, changes.warned) == ((), ())
+
+
+def test_another_model_under_the_same_path_is_refused_and_a_copy_is_not(config: Config, tmp_path: Path) -> None:
+    save(config, 3)
+    shutil.copytree(tmp_path / "policy", tmp_path / "copy")
+    assert decide_start(change(config, {"models.actor": str(tmp_path / "copy")})).checkpoint is not None
+    path = tmp_path / "policy" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    messages = refusals(config)
+    assert any(
+        message.startswith(f"models.actor = {tmp_path / 'policy'} is another model than the run's")
+        for message in messages
+    )
+
+
+# Checkpoints
+
+
+def flip(path: Path, place: int = -3) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 0x40
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["actor/part_00000.safetensors", "state.json", "manifest.json"])
+def test_one_bit_is_found_and_the_checkpoint_before_is_taken(config: Config, name: str) -> None:
+    newest = save(config, 2, 5)
+    flip(newest / name)
+    start = decide_start(config)
+    assert start.checkpoint == newest.parent / "step_000002"
+    (warning,) = start.warnings
+    assert f"step_000005: {name.split('/')[0] if name[0] == 's' or name[0] == 'm' else name} is damaged" in warning
+    assert "The run goes on from step 2; 3 steps are lost and done again" in warning
+    (message,) = refusals(replace(config, run=replace(config.run, resume="must")))
+    assert "run.resume = must does not go back to step 2, which loses 3 steps" in message
+
+
+def test_a_run_without_a_whole_checkpoint_is_refused(config: Config) -> None:
+    newest = save(config, 2)
+    (newest / "actor" / "part_00000.safetensors").unlink()
+    (message,) = refusals(config)
+    assert "no checkpoint is whole (step_000002: actor/part_00000.safetensors is missing)" in message
+
+
+def test_a_file_of_another_checkpoint_is_not_read(config: Config) -> None:
+    newest = save(config, 2, 5)
+    shutil.copy(newest / "actor" / "part_00000.safetensors", newest / "actor" / "part_00007.safetensors")
+    (warning,) = decide_start(config).warnings
+    assert "actor/part_00007.safetensors is not one of its files" in warning
+
+
+@pytest.mark.parametrize("text", ["", "../elsewhere", "step_000002", "nonsense"])
+def test_a_pointer_to_something_else_does_not_hide_the_newest_checkpoint(config: Config, text: str) -> None:
+    newest = save(config, 2, 5)
+    (config.run_dir / "latest").write_text(text)
+    found, (warning,) = find_newest(config.run_dir, may_lose_steps=True)
+    assert found == newest and "step_000005 is whole and the newest" in warning
+
+
+# Other runs
+
+
+def test_never_moves_an_earlier_run_aside(config: Config, tmp_path: Path) -> None:
+    save(config, 2, 5)
+    (config.run_dir / "best").mkdir()
+    new = replace(config, run=replace(config.run, resume="never"))
+    folder = RunFolder(new, WORLD)
+    folder.accept(decide_start(new))
+    folder.close()
+    assert {path.name for path in config.run_dir.iterdir()} == {"lock"}
+    (aside,) = [path for path in config.run_dir.parent.iterdir() if path != config.run_dir]
+    assert (aside / "checkpoints" / "step_000005").is_dir() and (aside / "best").is_dir()
+    assert decide_start(config).checkpoint is None
+
+
+def test_checkpoints_of_two_runs_in_one_folder_are_refused(config: Config) -> None:
+    newest = save(config, 2, 5)
+    state = json.loads((newest / "state.json").read_text())
+    state["run"]["id"] = "0123456789"
+    other = {"actor": Snapshot(tensors={"weight": torch.zeros(1)})}
+    write(config.run_dir, 9, other, {"run": state["run"]}, keep_last=9, world=WORLD)
+    (message,) = refusals(config)
+    assert "holds files of several runs" in message and "step_000009 of run 01234567" in message
+
+
+def test_the_best_actor_of_another_run_is_moved_aside(config: Config) -> None:
+    save(config, 2)
+    best = config.run_dir / "best"
+    best.mkdir()
+    (best / "model.safetensors").write_text("weights")
+    notes: dict[str, Any] = {"step": 1, "accuracy": 0.9, "run_id": "other"}
+    (best / "best.json").write_text(json.dumps(notes))
+    tidy(config.run_dir, decide_start(config))
+    assert not best.exists()
+
+
+# The lock
+
+
+HOLD = """
+import subprocess, sys, time
+from pathlib import Path
+from hybrid_rl.checkpoints.lock import RunLock
+lock = RunLock(Path(sys.argv[1]))
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_run_is_refused_with_pid_and_host_until_the_first_dies(tmp_path: Path) -> None:
+    """A process that the first one started survives it, and does not hold the lock."""
+    environment = {**os.environ, **PATHS}
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert first.stdout is not None
+    child = int(first.stdout.readline())
+    try:
+        with pytest.raises(
+            ConfigError, match=rf"another run uses this folder, process {first.pid} on {os.uname().nodename}"
+        ):
+            RunLock(tmp_path, patience_s=0.2)
+        first.kill()
+        first.wait()
+        lock = RunLock(tmp_path)
+        os.kill(child, 0)
+        lock.unlock()
+    finally:
+        first.kill()
+        os.kill(child, signal.SIGKILL)
+
+
+def test_one_run_after_the_other_takes_the_lock(tmp_path: Path) -> None:
+    for _ in range(2):
+        RunLock(tmp_path, patience_s=0.2).unlock()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.dir, run\.name = .*: cannot be written"):
+        RunLock(tmp_path / "file" / "run")
