@@ -20,7 +20,8 @@ Scorer = Callable[["Prompt", str], float]
 # Digits may be grouped by commas; a minus directly after a word or digit is a dash or a subtraction, not a sign.
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _NUMBER = re.compile(rf"(?<![\w.])-?(?:{_DIGITS}/0*[1-9][0-9]*|{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)")
-_BOX = r"\boxed{"
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+_BARE = re.compile(r"(?:(?!\\[\])])[^\s$])+")  # what a box without braces holds: up to white space or the end of maths
 _ANSWER_TAGS = re.compile("<answer>(.*?)</answer>", re.DOTALL)
 # Python refuses to convert 4300 digits or more; such a response is wrong, not an error.
 _MAX_NUMBER_CHARACTERS = 1000
@@ -37,8 +38,8 @@ DEFAULT_TAGS = {
 
 
 def exact_match(prompt: "Prompt", response: str) -> float:
-    """Return 1 if the response equals the answer, without leading and trailing white space."""
-    return float(response.strip() == _answer(prompt).strip())
+    """Return 1 if the response after the prefill equals the answer, without leading and trailing white space."""
+    return float(_written(prompt, response).strip() == _answer(prompt).strip())
 
 
 def last_number(prompt: "Prompt", response: str) -> float:
@@ -84,17 +85,17 @@ def math(prompt: "Prompt", response: str) -> float:
 def think_format(prompt: "Prompt", response: str) -> float:
     """Return 1 if the response is a think block followed by an answer block, with nothing else but white space.
 
-    Every tag must occur as often, once or never, as the `response_format_tags` of the conversation template say: a chat
-    template may already open the think block. Without a template the tags are <think></think><answer></answer>, once
-    each.
+    Every tag occurs once, <think></think><answer></answer>. The `response_format_tags` of a conversation template name
+    other tags and how often the model writes them, once or never; those in the prompt's prefill come on top.
     """
-    tags = prompt.metadata.get("response_format_tags", DEFAULT_TAGS)
+    own = prompt.metadata.get("response_format_tags")
     text, pattern = response.strip(), ""
     for name, between in zip(TAG_NAMES, (".*", r"\s*", ".*", ""), strict=True):
-        tag = tags[name]
-        if text.count(tag["text"]) != tag["num_occur"]:
+        tag = (own or DEFAULT_TAGS)[name]
+        count = tag["num_occur"] + (prompt.prefill.count(tag["text"]) if own else 0)
+        if text.count(tag["text"]) != count:
             return 0.0
-        pattern += re.escape(tag["text"]) * tag["num_occur"] + between
+        pattern += rf"(?:{re.escape(tag['text'])}\s*){{{count}}}" + between
     return float(re.fullmatch(pattern, text, re.DOTALL) is not None)
 
 
@@ -109,7 +110,7 @@ def reasoning_gym(prompt: "Prompt", response: str) -> float:
         raise ValueError("the prompt is not from a reasoning_gym task: it has no metadata 'entry'")
     answer = gym.utils.extract_answer(response)
     score = gym.get_score_answer_fn(entry["metadata"]["source_dataset"])
-    return score(answer=response.strip() if answer is None else answer, entry=entry)
+    return score(answer=_written(prompt, response).strip() if answer is None else answer, entry=entry)
 
 
 def import_reasoning_gym() -> ModuleType:
@@ -154,6 +155,11 @@ FUNCTIONS: dict[str, Scorer] = {
 }
 
 
+def _written(prompt: "Prompt", response: str) -> str:
+    """Return the response without what the chat template wrote in the model's name."""
+    return response.removeprefix(prompt.prefill)
+
+
 def _answer(prompt: "Prompt") -> str:
     if prompt.answer is None:
         raise ValueError("the prompt has no answer: set prompts.answer_column")
@@ -175,12 +181,21 @@ def _ends_in(text: str, gold: str) -> float:
 
 
 def _last_box(text: str) -> str | None:
-    """Return the content of the last \\boxed{...} of a text; None if there is none or it is not closed."""
-    start, depth = text.rfind(_BOX), 1
-    for place in range(start + len(_BOX), len(text)) if start >= 0 else ():
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    """Return the content of the last \\boxed or \\fbox of a text; None if there is none or it is not closed.
+
+    White space may stand before the braces, and \\boxed5 needs none; escaped braces do not count.
+    """
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
+        return None
+    start, depth = boxes[-1].end(), 0
+    if text[start : start + 1] != "{":
+        bare = _BARE.match(text, start)
+        return bare[0].rstrip(".,;:!") if bare else None
+    for mark in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(mark[0], 0)
         if depth == 0:
-            return text[start + len(_BOX) : place]
+            return text[start + 1 : mark.start()]
     return None
 
 
@@ -188,7 +203,7 @@ def _parse_math(text: str, *, is_boxed: bool) -> list[Any]:
     """Return the expressions of a text as math-verify parses them; empty if there is none."""
     import math_verify
 
-    return math_verify.parse(f"{_BOX}{text}}}" if is_boxed else text, parsing_timeout=_MATH_TIMEOUT_S)
+    return math_verify.parse(f"\\boxed{{{text}}}" if is_boxed else text, parsing_timeout=_MATH_TIMEOUT_S)
 
 
 def _value(number: str) -> Fraction | None:

@@ -13,7 +13,8 @@ from hybrid_rl.rewards import FUNCTIONS
 
 CHAT = [{"role": "user", "content": "say 7"}]
 OWN = (
-    "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}own{% endif %}"
+    "{% for m in messages %}{{ 'own' if m['role'] == 'assistant' else m['role'] }} {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}own{% endif %}"
 )
 OTHER = OWN.replace("own", "[assistant]")
 TAGS = {

@@ -7,6 +7,8 @@ import pytest
 from hybrid_rl.rewards import FUNCTIONS
 from tests.conftest import make_rollout
 
+TAGS = {"think_start": "<think>", "think_end": "</think>", "answer_start": "<answer>", "answer_end": "</answer>"}
+
 
 def make_rollouts(num=1, text="7", answer="7", **metadata):
     """Return responses with the same text to prompts 0, 1, ..., whose sequence ids start at 10."""
@@ -51,6 +53,17 @@ def make_rollouts(num=1, text="7", answer="7", **metadata):
         ("gsm8k", "#### 18", r"18 is \boxed{17}", 0),
         ("gsm8k", "#### 18", r"\boxed{17} \boxed{\text{18}} done", 1),
         ("gsm8k", "#### 18", r"\boxed{18 and on, 19", 0),
+        ("gsm8k", "#### 5", r"\boxed {5} of 6", 1),
+        ("gsm8k", "#### 12", r"\boxed {9518.0} not 12", 0),
+        ("gsm8k", "#### 5", r"\fbox{5} of 6", 1),
+        ("gsm8k", "#### 5", r"\boxed5 of 6", 1),
+        ("gsm8k", "#### 5", r"\(\boxed 5\) of 6", 1),
+        ("gsm8k", "#### 5", r"\boxed{\text{5 {a}}} of 6", 1),
+        ("gsm8k", "#### 5", r"\boxed{\left\{5\right.} of 6", 1),
+        ("gsm8k", "#### 6", r"\boxedsomething{5} of 6", 1),
+        ("math", "455479282", r"\boxed {455479282}.", 1),
+        ("math", "5", r"$\boxed5$ or 6", 1),
+        ("math", "1/2", r"\fbox{\frac{1}{2}}", 1),
         ("math", "1/2", r"so \boxed{\frac{1}{2}}", 1),
         ("math", r"$\frac{1}{2}$", "The answer is 0.5", 1),
         ("math", r"\frac{1}{3}", r"\boxed{0.3}", 0),
@@ -102,6 +115,21 @@ def test_format_tags_come_from_the_conversation_template():
     prompt = make_rollouts(response_format_tags=tags)[0].prompt
     responses = ["a.*] (7)", "](7)", "[a](7)", "a(7)", "a]b(7)", "a](7).", "<think>a</think><answer>7</answer>"]
     assert [FUNCTIONS["think_format"](prompt, response) for response in responses] == [1, 1, 0, 0, 0, 0, 0]
+
+
+def test_tags_of_the_prefill_count_on_top_of_those_that_the_model_writes():
+    tags = {name: {"text": text, "num_occur": int(text != "<think>")} for name, text in TAGS.items()}
+    prompt = replace(make_rollouts(response_format_tags=tags)[0].prompt, text="q<think>\n", prefill="<think>\n")
+    score = FUNCTIONS["think_format"]
+    assert score(prompt, "<think>\n2+2\n</think>\n<answer>4</answer>") == 1
+    assert score(prompt, "<think>\n<think>2+2\n</think>\n<answer>4</answer>") == 0
+    assert score(prompt, "2+2\n</think>\n<answer>4</answer>") == 0
+    assert score(replace(prompt, text="q", prefill=""), "2+2\n</think>\n<answer>4</answer>") == 1
+
+
+def test_an_exact_match_leaves_out_what_the_template_wrote():
+    prompt = replace(make_rollouts(answer="7")[0].prompt, text="q<think></think>", prefill="<think></think>")
+    assert FUNCTIONS["exact_match"](prompt, "<think></think>\n7") == 1
 
 
 @pytest.mark.parametrize("name", ["exact_match", "last_number", "gsm8k", "math"])
