@@ -56,9 +56,10 @@ class RunConfig:
     eval_every_steps: int = 10
     """Steps between evaluations on `prompts.eval_path`, which also precede step 1 and follow the last step; 0 disables
     them."""
-    eval_function: str = "exact_match"
-    """Rule function of an evaluation, named as in `reward.functions`; a response with a score of at least 1 is
-    correct."""
+    eval_function: str | None = None
+    """Rule function of an evaluation, named as in `reward.functions`; a response with a score of at least 1 is correct.
+    null takes the function of `reward.functions` with the largest weight, think_format only if it is alone, else
+    exact_match."""
     eval_samples: int = 1
     """Responses per held-out prompt: 1 decodes greedily, more are sampled at `rollout.temperature` and also give
     pass@k."""
@@ -312,6 +313,16 @@ class Config:
     def has_critic(self) -> bool:
         """Whether the advantage estimator trains a critic."""
         return ESTIMATORS[self.advantage.estimator].needs_critic
+
+    @property
+    def eval_function(self) -> str:
+        """The rule function of an evaluation; see run.eval_function."""
+        names = self.reward.functions
+        if self.run.eval_function is not None or not names:
+            return self.run.eval_function or "exact_match"
+        weights = dict(zip(names, self.reward.weights or [1.0] * len(names), strict=False))
+        judges = [name for name in names if name != "think_format"] or names
+        return max(judges, key=lambda name: weights.get(name, 0.0))
 
     @property
     def needs_greedy(self) -> bool:

@@ -1,18 +1,19 @@
 """The parts of a run that are read before any model is loaded: tokenizers, prompts, texts and scorers."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.batch import Prompt
-from hybrid_rl.config import Config, Findings
+from hybrid_rl.config import Config, Findings, check
 from hybrid_rl.data.prompts import PromptLoader, load_prompts
 from hybrid_rl.data.template import Template, load_template
 from hybrid_rl.data.texts import load_texts
 from hybrid_rl.distributed import World
 from hybrid_rl.models.checks import check_models
+from hybrid_rl.models.loading import load_config
 from hybrid_rl.models.tokenizer import eos_token_ids, load_other_tokenizer, load_tokenizer
 from hybrid_rl.rewards import RemoteScorer, ScorerPool
 
@@ -56,7 +57,9 @@ def load_data(config: Config, world: World) -> Data:
     template = findings.run(lambda: load_template(config.prompts.template_path, tokenizer)) if tokenizer else None
     make = functools.partial(ScorerPool, timeout_s=config.reward.timeout_s, num_workers=config.reward.num_workers)
     scorer = findings.run(lambda: _make_scorer(config, make))
-    eval_scorer = findings.run(lambda: _make_eval_scorer(config, make))
+    is_named = config.run.eval_function is not None or not config.reward.functions
+    # Otherwise it is one of the training functions, whose faults are found already.
+    eval_scorer = findings.run(lambda: _make_eval_scorer(config, make)) if scorer or is_named else None
     remote = findings.run(lambda: _make_remote(config))
     if tokenizer is None or template is None:
         findings.raise_any()
@@ -66,6 +69,12 @@ def load_data(config: Config, world: World) -> Data:
     stop_token_ids = findings.run(lambda: _stop_token_ids(config, tokenizer, template))
     loader = findings.run(lambda: _make_loader(config, tokenizer, world))
     eval_prompts = findings.run(lambda: _load_eval_prompts(config, tokenizer))
+    if eval_prompts:
+        evaluated = eval_prompts
+        findings.run(lambda: _check_vocabulary(config, evaluated, (), "prompts.eval_path"))
+    if loader and stop_token_ids:
+        train, stops = loader.prompts, stop_token_ids
+        findings.run(lambda: _check_vocabulary(config, train, stops, "prompts.path"))
     reward_tokenizer = findings.run(lambda: _load_reward_tokenizer(config, tokenizer))
     ptx_texts = findings.run(lambda: load_texts(config.ptx, tokenizer) if config.ptx.path else [])
     findings.raise_any()
@@ -102,7 +111,7 @@ def _make_eval_scorer(config: Config, make: Callable[..., ScorerPool]) -> Scorer
     """Return the rule function of evaluation; None if the run does not evaluate."""
     if not _evaluates(config):
         return None
-    return make([config.run.eval_function], on_error=config.reward.on_error, field="run.eval_function")
+    return make([config.eval_function], on_error=config.reward.on_error, field="run.eval_function")
 
 
 def _make_remote(config: Config) -> RemoteScorer | None:
@@ -117,6 +126,23 @@ def _stop_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase, template
     """Return the sorted ids that end a response: of tokenizer, generation config, settings and template."""
     eos = eos_token_ids(config.models.actor, tokenizer)
     return sorted({*eos, *config.rollout.stop_token_ids, *template.stop_token_ids})
+
+
+def _check_vocabulary(config: Config, prompts: Sequence[Prompt], stop_token_ids: Sequence[int], field: str) -> None:
+    """Check that every model that reads the actor's ids has the ids of the prompts, and the actor the stop ids."""
+    models = config.models
+    paths = {"actor": models.actor, "critic": models.critic, "reference": models.reference, "reward": models.reward}
+    for name, path in paths.items():
+        if path is None or (name == "reward" and _load_reward_tokenizer(config, load_tokenizer(models.actor))):
+            continue
+        model_config = load_config(path, field=f"models.{name}")
+        size = getattr(model_config.get_text_config(), "vocab_size", None)
+        where = f"is not in the vocabulary of models.{name} = {path}, which has {size} ids"
+        for prompt in prompts if size else ():
+            check(max(prompt.token_ids) < size, f"{field}: row {prompt.prompt_id}: id {max(prompt.token_ids)} {where}")
+        if name == "actor" and size:
+            wrong = [i for i in stop_token_ids if not 0 <= i < size]
+            check(not wrong, f"rollout.stop_token_ids, EOS ids and stop_ids: id {wrong[:1]} {where}")
 
 
 def _load_reward_tokenizer(config: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:

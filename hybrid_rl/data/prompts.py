@@ -182,6 +182,11 @@ class PromptLoader:
         self._fingerprint = _fingerprint(prompts)
         self._start_epoch(0)
 
+    @property
+    def prompts(self) -> list[Prompt]:
+        """All prompts, over all ranks, in the order of the data set."""
+        return self._prompts
+
     def next_batch(self) -> list[Prompt]:
         """Return this rank's prompts of the next step; may be empty if the batch has fewer prompts than ranks."""
         if self._position == len(self._order):

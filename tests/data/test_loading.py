@@ -189,3 +189,30 @@ def test_without_a_tokenizer_what_needs_one_adds_no_further_finding(make_config:
     with pytest.raises(ConfigError) as error:
         load_data(make_config(models={"actor": str(tmp_path)}, reward={"functions": ["exact_mach"]}), ALONE)
     assert [m.partition(":")[0] for m in error.value.messages] == [f"models.actor = {tmp_path}", "reward.functions"]
+
+
+def test_ids_above_a_models_vocabulary_are_refused(make_config: MakeConfig, tiny: Path, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    shutil.copytree(tiny / "reward", small)
+    settings = json.loads((small / "config.json").read_text()) | {"vocab_size": 13}  # ids 0 to 12; "=" is 13
+    (small / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"row 0: id 13 is not in the vocabulary of models.reward = .* has 13 ids"):
+        load_data(make_config(models={"reward": str(small)}), ALONE)
+    with pytest.raises(ConfigError, match=r"stop_ids: id \[9999\] is not in the vocabulary of models.actor"):
+        load_data(make_config(rollout={"stop_token_ids": [9999]}), ALONE)
+
+
+@pytest.mark.parametrize(
+    "functions, weights, given, expected",
+    [
+        (["think_format", "gsm8k"], None, None, "gsm8k"),
+        (["think_format", "gsm8k", "math"], [9.0, 1.0, 1.0], None, "gsm8k"),
+        (["gsm8k", "math"], [1.0, 2.0], None, "math"),
+        (["think_format"], None, None, "think_format"),
+        ([], None, None, "exact_match"),
+        (["gsm8k"], None, "math", "math"),
+    ],
+)
+def test_evaluation_takes_the_rewards_own_function(functions, weights, given, expected):
+    config = Config(reward=RewardConfig(functions=functions, weights=weights), run=RunConfig(eval_function=given))
+    assert config.eval_function == expected
