@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.distributed import World
+from hybrid_rl.models.exporting import save_model
 from hybrid_rl.models.lora import save_adapter
 from hybrid_rl.weights.protocols import WeightSource
 
@@ -88,7 +89,7 @@ def export_weights(
     """
     if world.is_main:
         with _replacing(folder) as partial:
-            actor.model.save_pretrained(partial, state_dict={name: t.cpu() for name, t in tensors.items()})
+            save_model(partial, actor.model, {name: t.cpu() for name, t in tensors.items()})
             tokenizer.save_pretrained(partial)
             for name, text in (notes or {}).items():
                 (partial / name).write_text(text)

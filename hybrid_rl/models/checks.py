@@ -5,6 +5,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from hybrid_rl.config import Config, Findings, check
 from hybrid_rl.models.attention import choose_attention
+from hybrid_rl.models.exporting import check_export
 from hybrid_rl.models.folders import build_on_meta, find_model_class, load_config
 from hybrid_rl.models.fused_layers import check_family
 from hybrid_rl.models.lengths import max_tokens
@@ -24,8 +25,8 @@ def check_models(config: Config) -> None:
     Raises:
         ConfigError: a folder holds no model, or other weights than its config.json describes; a sequence would be
             longer than a model allows; critic or reference has another tokenizer than the actor, or the critic would
-            start as a reward model that has; models.attention, models.fused_layers, models.lora or a parallel size
-            does not fit a model.
+            start as a reward model that has; the trained model could not be exported; models.attention,
+            models.fused_layers, models.lora or a parallel size does not fit a model.
     """
     paths = {name: getattr(config.models, name) for name in ("actor", "critic", "reference", "reward")}
     paths = {f"models.{name}": path for name, path in paths.items() if path is not None}
@@ -44,6 +45,8 @@ def check_models(config: Config) -> None:
         configs.setdefault("models.critic", configs[source])
     for field, model_config in configs.items():
         findings.run(lambda f=field, c=model_config: _check_class(config, f, c))
+    where = f"models.actor = {config.models.actor}"
+    findings.run(lambda: check_export(configs["models.actor"], tokenizer, where=where))
     findings.raise_any()
     if config.has_critic and config.models.critic is None:
         check_weights(paths[source], field="models.critic", is_policy=False, new_head=True)

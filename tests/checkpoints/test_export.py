@@ -1,12 +1,15 @@
 """The export is an ordinary model folder."""
 
 import json
+import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hybrid_rl.checkpoints import export
+from hybrid_rl.config import ConfigError
+from hybrid_rl.models.exporting import check_export
 from hybrid_rl.models.tokenizer import eos_token_ids, load_tokenizer
 from tests.checkpoints.conftest import make_actor, weights
 
@@ -64,3 +67,34 @@ def test_only_a_better_actor_replaces_the_best_one(tmp_path, tiny, world, train_
     better = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert not all(torch.equal(better[name], kept[name]) for name in kept)
     assert json.loads((folder / "best.json").read_text()) == {"step": 4, "accuracy": 0.75, "run_id": "a"}
+
+
+@pytest.mark.parametrize(
+    "generation",
+    [
+        {"temperature": 0.6, "top_p": 0.95, "eos_token_id": [0, 4]},  # invalid for transformers without do_sample
+        {"do_sample": True, "temperature": 0.7, "own": 1},
+        {"num_beams": 1, "length_penalty": 2.0},
+    ],
+)
+def test_an_export_keeps_the_generation_config_of_the_folder(tmp_path, tiny, world, generation):
+    source, folder = tmp_path / "source", tmp_path / "export"
+    shutil.copytree(tiny / "policy", source)
+    (source / "generation_config.json").write_text(json.dumps(generation))
+    actor = make_actor(source, world, 1)
+    for _ in range(2):
+        export.export(folder, actor, load_tokenizer(str(source)), world)
+        exported = json.loads((folder / "generation_config.json").read_text())
+        assert {name: value for name, value in exported.items() if name != "transformers_version"} == generation
+    assert sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters()) == sum(
+        p.numel() for p in actor.model.parameters()
+    )
+
+
+def test_what_cannot_be_exported_is_found_before_a_model_loads(tiny):
+    config = AutoConfig.from_pretrained(tiny / "policy")
+    tokenizer = load_tokenizer(str(tiny / "policy"))
+    check_export(config, tokenizer, where="models.actor = x")
+    config.temperature = 0.5  # transformers saves no config with a parameter of generation
+    with pytest.raises(ConfigError, match=r"models.actor = x: config.json cannot be saved again, .*generation parameters"):
+        check_export(config, tokenizer, where="models.actor = x")
