@@ -17,7 +17,7 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
-from hybrid_rl.config import ConfigError, check
+from hybrid_rl.config import check
 from hybrid_rl.models.folders import find_file, reading
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -108,7 +108,7 @@ def _read_pickle(file: Path) -> Mapping[str, Tensor | str]:
     """Return the tensors of a file of torch.save, of which only tensors and plain containers are unpickled."""
     tensors: Any = torch.load(file, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(file))
     if not isinstance(tensors, Mapping) or not all(isinstance(t, Tensor) for t in tensors.values()):
-        raise ConfigError(f"{file}: holds something else than names and tensors")
+        raise ValueError("it holds something else than names and tensors")
     return {
         name: tensor if tensor.dtype in _FLOATS.values() else str(tensor.dtype).removeprefix("torch.")
         for name, tensor in tensors.items()

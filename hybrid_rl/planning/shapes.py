@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from hybrid_rl.config import Config, LoraConfig
 from hybrid_rl.models.folders import empty_model
 from hybrid_rl.models.tensor_parallel import shard_plan
+from hybrid_rl.models.weight_match import check_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,17 +176,23 @@ def read_shapes(config: Config) -> Shapes:
     """Return the sizes of all models of a run.
 
     Raises:
-        ConfigError: a folder holds no model.
+        ConfigError: a folder holds no model, or weights that are not its model's.
     """
     paths = config.models
     critic, reference = paths.critic or paths.reward or paths.actor, paths.reference or paths.actor
     needs_reference = config.has_reference and not config.reference_is_actor
     return Shapes(
-        actor=read_shape(paths.actor, field="models.actor", is_policy=True),
-        reward=read_shape(paths.reward, field="models.reward", is_policy=False) if paths.reward else None,
-        critic=read_shape(critic, field="models.critic", is_policy=False) if config.has_critic else None,
-        reference=read_shape(reference, field="models.reference", is_policy=True) if needs_reference else None,
+        actor=_read_checked(paths.actor, "models.actor", is_policy=True),
+        reward=_read_checked(paths.reward, "models.reward", is_policy=False) if paths.reward else None,
+        critic=_read_checked(critic, "models.critic", is_policy=False) if config.has_critic else None,
+        reference=_read_checked(reference, "models.reference", is_policy=True) if needs_reference else None,
     )
+
+
+def _read_checked(path: str, field: str, *, is_policy: bool) -> ModelShape:
+    """Return the sizes of the model in a folder, which may hold no weights, but none of another model."""
+    check_weights(path, field=field, is_policy=is_policy, new_head=field == "models.critic", must_exist=False)
+    return read_shape(path, field=field, is_policy=is_policy)
 
 
 def read_shape(path: str, *, field: str, is_policy: bool) -> ModelShape:

@@ -10,13 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
-from hybrid_rl.config import Config, ConfigError, ModelsConfig, PromptsConfig, RolloutConfig
+from hybrid_rl.batch import make_train_batch, pack
+from hybrid_rl.config import AdvantageConfig, Config, ConfigError, ModelsConfig, PromptsConfig, RolloutConfig
 from hybrid_rl.models.checks import check_models
 from hybrid_rl.models.loading import load_actor, load_value_model
 from hybrid_rl.models.weight_match import check_weights
-from tests.conftest import tiny_config
+from hybrid_rl.planning.shapes import read_shapes
+from tests.conftest import make_rollout, tiny_config
+from tests.models.families import FAMILIES, PADDED, run_actor, save_random
 
 CPU = torch.device("cpu")
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -140,3 +143,96 @@ def test_a_truncated_file_is_named(untied: Path, size: int) -> None:
     (untied / "model.safetensors").write_bytes(content[:size])
     with pytest.raises(ConfigError, match=r"models\.actor = .*model\.safetensors is damaged \("):
         check_weights(str(untied), field="models.actor", is_policy=True)
+
+
+def test_a_plan_needs_no_weights_but_refuses_those_of_another_model(untied: Path) -> None:
+    config = Config(models=ModelsConfig(actor=str(untied)), advantage=AdvantageConfig(estimator="grpo", kl_coef=0.0))
+    edit(untied, without(Q))
+    with pytest.raises(ConfigError, match=rf"models\.actor = .* lacks 1 of its tensors \({Q}\)"):
+        read_shapes(config)
+    (untied / "model.safetensors").unlink()
+    assert read_shapes(config).actor.num_layers == 2
+    with pytest.raises(ConfigError, match=r"models\.actor = .*: the folder holds no weights"):
+        check_weights(str(untied), field="models.actor", is_policy=True)
+
+
+def save_shards(folder: Path, *, names: tuple[str, str] = ("a.safetensors", "b.safetensors")) -> None:
+    """Divide the weights of a folder into two files and an index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    index = {name: names[i % 2] for i, name in enumerate(tensors)}
+    for file in names:
+        save_file({n: t for n, t in tensors.items() if index[n] == file}, folder / file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+def test_shards_are_read_together_and_a_missing_one_is_named(untied: Path) -> None:
+    save_shards(untied)
+    check_weights(str(untied), field="models.actor", is_policy=True)
+    first = (untied / "a.safetensors").read_bytes()
+    (untied / "a.safetensors").write_bytes(first[: len(first) // 2])
+    with pytest.raises(ConfigError, match=r"a\.safetensors is damaged \("):
+        check_weights(str(untied), field="models.actor", is_policy=True)
+    (untied / "a.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"index\.json names 1 files that are not there: a\.safetensors"):
+        check_weights(str(untied), field="models.actor", is_policy=True)
+    (untied / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json is damaged \(KeyError"):
+        check_weights(str(untied), field="models.actor", is_policy=True)
+
+
+def test_two_sets_of_weights_are_refused(untied: Path) -> None:
+    copy = (untied / "model.safetensors").read_bytes()
+    save_shards(untied)
+    (untied / "model.safetensors").write_bytes(copy)
+    with pytest.raises(ConfigError, match=r"holds two sets of weights, model\.safetensors and the files of"):
+        check_weights(str(untied), field="models.actor", is_policy=True)
+
+
+def test_a_pickled_file_is_read_without_running_it(untied: Path, tmp_path: Path) -> None:
+    tensors, file, ran = load_file(untied / "model.safetensors"), untied / "pytorch_model.bin", tmp_path / "ran"
+    (untied / "model.safetensors").unlink()
+    torch.save(tensors, file)
+    check_weights(str(untied), field="models.actor", is_policy=True)
+    loaded = load_actor(str(untied), ModelsConfig(), CPU).model.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+    class Code:
+        def __reduce__(self):
+            return (Path.touch, (ran,))
+
+    for content in (tensors | {"code": Code()}, {"state_dict": tensors}, [1]):
+        torch.save(content, file)
+        with pytest.raises(ConfigError, match=r"models\.actor = .*pytorch_model\.bin"):
+            check_weights(str(untied), field="models.actor", is_policy=True)
+    assert not ran.exists()
+    file.write_bytes(b"no pickle")
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin is damaged"):
+        check_weights(str(untied), field="models.actor", is_policy=True)
+
+
+def test_a_config_that_ties_two_different_tensors_is_refused(untied: Path) -> None:
+    keys = json.loads((untied / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (untied / "config.json").write_text(json.dumps(keys))
+    with pytest.raises(ConfigError, match=r"config\.json ties lm_head\.weight to model\.embed_tokens\.weight, and"):
+        load_actor(str(untied), ModelsConfig(), CPU)
+
+
+@pytest.mark.parametrize("name", FAMILIES | PADDED)
+def test_every_family_matches_its_own_folder(tiny: Path, tmp_path: Path, name: str) -> None:
+    folder = save_random(AutoModelForCausalLM, (FAMILIES | PADDED)[name](), tmp_path, tiny / "policy")
+    check_weights(str(folder), field="models.actor", is_policy=True)
+    if name == "qwen3-moe":  # transformers fuses the experts of a folder into one tensor
+        edit(folder, without("model.layers.1.mlp.experts.3.up_proj.weight"))
+        with pytest.raises(ConfigError, match=r"models\.actor = .*Qwen3MoeForCausalLM"):
+            check_weights(str(folder), field="models.actor", is_policy=True)
+
+
+def test_actor_and_reference_of_one_folder_have_a_kl_of_exactly_zero(untied: Path) -> None:
+    batch = make_train_batch([make_rollout([5, 9], [3, 8, 0]), make_rollout([1], [7, 4])])
+    packed = pack(batch, [0, 1], CPU)
+    actor, reference = (
+        run_actor(load_actor(str(untied), ModelsConfig(), CPU, field=field), packed, 1.0)[0]
+        for field in ("models.actor", "models.reference")
+    )
+    assert torch.equal(actor, reference)
