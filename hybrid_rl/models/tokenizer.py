@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file
@@ -11,6 +12,15 @@ from hybrid_rl.models.folders import reading
 
 PROBE_LENGTH = 64
 """Characters of a text that show which special tokens a tokenizer adds."""
+PROBES = (
+    "",
+    "a",
+    " Hello  world,\tit's 12345.67!\r\n\n  ",
+    "def f(x):\n    return x != 0x1F  # HTML <b>&amp;</b> snake_case camelCase",
+    "\u00c5ngstr\u00f6m A\u030angstro\u0308m \ufb01 \uff21 \u2460",  # composed, decomposed and compatibility characters
+    "\u4f60\u597d \u041f\u0440\u0438\u0432\u0435\u0442 \u0645\u0631\u062d\u0628\u0627 \U0001f469\u200d\U0001f680",
+)
+"""Texts in which special tokens, normalization and the rules for spaces, digits, case and bytes show."""
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -24,13 +34,22 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def load_other_tokenizer(path: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer of a model folder if its vocabulary differs from the given tokenizer's, else None.
+    """Return the tokenizer of a model folder if it gives texts other ids than the given tokenizer, else None.
 
     Raises:
         ConfigError: the folder holds no tokenizer.
     """
     other = load_tokenizer(path)
-    return None if other.get_vocab() == tokenizer.get_vocab() else other
+    return None if _ids_of_texts(other) == _ids_of_texts(tokenizer) else other
+
+
+def _ids_of_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[Any, ...]:
+    """Return what decides the ids of texts: vocabulary, added tokens, and the ids of texts in which rules show."""
+    added = {
+        i: (t.content, t.lstrip, t.rstrip, t.single_word, t.normalized)
+        for i, t in tokenizer.added_tokens_decoder.items()
+    }
+    return tokenizer.get_vocab(), added, [list(tokenizer(text)["input_ids"]) for text in PROBES]
 
 
 def eos_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_rl.config import ConfigError
@@ -92,3 +92,29 @@ def make_tokenizer(adds):
 )
 def test_a_text_keeps_the_tokens_put_before_it_and_loses_those_put_after_it(adds, text, expected):
     assert encode(make_tokenizer(adds), text) == expected
+
+
+@pytest.mark.parametrize("change", ["normalizer", "bos", "strip"])
+def test_another_tokenizer_is_one_that_gives_other_ids_with_the_same_vocabulary(tiny, tmp_path, change):
+    tokenizer = load_tokenizer(str(tiny / "policy"))
+    other = load_tokenizer(str(tiny / "policy"))
+    if change == "normalizer":
+        other.backend_tokenizer.normalizer = normalizers.Lowercase()
+    elif change == "bos":
+        rule = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+        other.backend_tokenizer.post_processor = rule
+    else:
+        other.add_tokens([AddedToken("<bos>", lstrip=True, special=True)])
+    assert other.get_vocab() == tokenizer.get_vocab()
+    other.save_pretrained(tmp_path)
+    assert load_other_tokenizer(str(tmp_path), tokenizer) is not None
+
+
+def test_other_padding_and_truncation_do_not_make_another_tokenizer(tiny, tmp_path):
+    tokenizer = load_tokenizer(str(tiny / "policy"))
+    other = load_tokenizer(str(tiny / "policy"))
+    other.backend_tokenizer.enable_padding(length=9)
+    other.backend_tokenizer.enable_truncation(4)
+    other.model_max_length = 4
+    other.save_pretrained(tmp_path)
+    assert load_other_tokenizer(str(tmp_path), tokenizer) is None
