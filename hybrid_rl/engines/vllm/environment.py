@@ -16,6 +16,9 @@ _DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    # vLLM's own limit leaves out the factor of YaRN where config.json names the original positions; check_models
+    # compares the longest sequence with the positions of the rotary embedding.
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
 }
 # With torch.compile, the first generation waits for a C++ compiler, which speeds up one counting function only.
 _CPU_DEFAULTS = {
