@@ -48,7 +48,7 @@ class RunResult:
     rollouts: list[list[dict[str, Any]]]
     """The responses of each step, in the order of their prompts."""
     state: dict[str, Any]
-    """state.json of the last checkpoint."""
+    """state.json of the last checkpoint, without the identity of the run."""
     weights: dict[str, dict[str, Tensor]] = dataclasses.field(default_factory=dict)
     """Parameters of actor and critic; empty if another process held them."""
 
@@ -133,7 +133,9 @@ def read_run() -> Callable[[Config], RunResult]:
             sorted(_rows(path), key=lambda row: row["prompt_id"]) for path in sorted((folder / "rollouts").iterdir())
         ]
         latest = folder / "checkpoints" / (folder / "latest").read_text()
-        return RunResult(metrics=metrics, rollouts=rollouts, state=json.loads((latest / "state.json").read_text()))
+        state = json.loads((latest / "state.json").read_text())
+        del state["run"]  # its id, settings and the paths of its models
+        return RunResult(metrics=metrics, rollouts=rollouts, state=state)
 
     return read
 
