@@ -41,7 +41,7 @@ if __name__ == "__main__":
 """
 
 # Owner, function, the call in which to die, and how often the run that goes on may generate. Each step generates an
-# evaluation and its responses: those of step 3 are calls 5 and 6, the last evaluation is call 9. A checkpoint of two
+# evaluation and its responses: those of step 3 are calls 5 and 6, the last evaluation is call 9. A checkpoint of three
 # parts is written beside what follows it: the kill may come before or after that evaluation.
 PLACES = [
     ("HuggingFaceEngine", "generate", 5, {5}),
@@ -52,7 +52,7 @@ PLACES = [
     ("trainer", "update_actor", 3, {3}),
     ("Snapshot", "write", 4, {0, 1}),
     ("checkpoint", "_publish", 2, {0, 1}),
-    ("checkpoint", "write_atomically", 2, {0, 1}),
+    ("checkpoint", "write_atomically", 4, {0, 1}),  # a save replaces state.json and latest
 ]
 
 
@@ -134,7 +134,7 @@ def test_all_that_has_a_state_goes_on(make_config, train_here, tmp_path):
     assert len({row["kl_coef"] for row in whole.metrics}) == 4  # it adapts
     assert all(row["actor/ptx_loss"] > 0 for row in whole.metrics)
     files = sorted((tmp_path / "whole/run/checkpoints/step_000004").rglob("*.safetensors"))
-    assert [file.parent.name for file in files] == ["actor", "critic", "ema", "reference"]
+    assert [file.parent.name for file in files] == ["actor", "critic", "ema", "random_state", "reference"]
     for file in files:
         ours, theirs = load_file(file), load_file(tmp_path / "parts" / file.relative_to(tmp_path / "whole"))
         assert all(torch.equal(ours[name], theirs[name]) for name in ours.keys() | theirs.keys())
