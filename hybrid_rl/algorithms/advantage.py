@@ -5,7 +5,6 @@ Every input is read only where its mask is 1, and a NaN or inf read there is an 
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import hybrid_rl_kernels as kernels

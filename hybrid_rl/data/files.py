@@ -139,9 +139,9 @@ def _read_csv(path: Path, text_column: str, source: str) -> list[Row]:
     except csv.Error as error:
         raise ConfigError(f"{source}: row {len(rows)}: cannot be read: {error}") from error
     for number, row in enumerate(rows):
-        text = row.get(text_column)
-        if text and text.startswith("["):
-            row[text_column] = _parse_messages(text, f"{source}: row {number}")
+        value = row.get(text_column)
+        if value and value.startswith("["):
+            row[text_column] = _parse_messages(value, f"{source}: row {number}")
     return rows
 
 

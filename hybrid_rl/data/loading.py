@@ -138,9 +138,11 @@ def _check_vocabulary(config: Config, prompts: Sequence[Prompt], stop_token_ids:
         model_config = load_config(path, field=f"models.{name}")
         size = getattr(model_config.get_text_config(), "vocab_size", None)
         where = f"is not in the vocabulary of models.{name} = {path}, which has {size} ids"
-        for prompt in prompts if size else ():
+        if size is None:
+            continue
+        for prompt in prompts:
             check(max(prompt.token_ids) < size, f"{field}: row {prompt.prompt_id}: id {max(prompt.token_ids)} {where}")
-        if name == "actor" and size:
+        if name == "actor":
             wrong = [i for i in stop_token_ids if not 0 <= i < size]
             check(not wrong, f"rollout.stop_token_ids, EOS ids and stop_ids: id {wrong[:1]} {where}")
 

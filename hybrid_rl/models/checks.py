@@ -1,5 +1,7 @@
 """Checks of a run's models against the settings, from configs and tokenizers, before any weight is loaded."""
 
+from functools import partial
+
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -31,20 +33,18 @@ def check_models(config: Config) -> None:
     paths = {name: getattr(config.models, name) for name in ("actor", "critic", "reference", "reward")}
     paths = {f"models.{name}": path for name, path in paths.items() if path is not None}
     findings = Findings()
-    configs = {field: findings.run(lambda f=field, p=path: load_config(p, field=f)) for field, path in paths.items()}
+    configs = {field: findings.run(partial(load_config, path, field=field)) for field, path in paths.items()}
     tokenizer = findings.run(lambda: load_tokenizer(config.models.actor))
     findings.raise_any()
     for field, path in paths.items():
-        is_policy = field in ("models.actor", "models.reference")
-        findings.run(
-            lambda f=field, p=path, i=is_policy: check_weights(p, field=f, is_policy=i, new_head=f == "models.critic")
-        )
-        findings.run(lambda f=field, p=path: _check_tokens(config, f, p, configs[f], tokenizer))
+        kind = {"is_policy": field in ("models.actor", "models.reference"), "new_head": field == "models.critic"}
+        findings.run(partial(check_weights, path, field=field, **kind))
+        findings.run(partial(_check_tokens, config, field, path, configs[field], tokenizer))
     source = "models.reward" if config.models.reward else "models.actor"
     if config.has_critic:
         configs.setdefault("models.critic", configs[source])
     for field, model_config in configs.items():
-        findings.run(lambda f=field, c=model_config: _check_class(config, f, c))
+        findings.run(partial(_check_class, config, field, model_config))
     where = f"models.actor = {config.models.actor}"
     findings.run(lambda: check_export(configs["models.actor"], tokenizer, where=where))
     findings.raise_any()

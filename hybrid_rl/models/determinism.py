@@ -16,4 +16,4 @@ def use_deterministic_kernels() -> None:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # read by transformers
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # every kernel here writes its whole output
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # every kernel here writes its whole output

@@ -31,7 +31,7 @@ _MATH_TIMEOUT_S = 2
 
 TAG_NAMES = ("think_start", "think_end", "answer_start", "answer_end")
 """Tags of a response format, in the order in which they must occur."""
-DEFAULT_TAGS = {
+DEFAULT_TAGS: dict[str, dict[str, Any]] = {
     name: {"text": text, "num_occur": 1}
     for name, text in zip(TAG_NAMES, ("<think>", "</think>", "<answer>", "</answer>"), strict=True)
 }
