@@ -34,6 +34,8 @@ def check_models(config: Config) -> None:
     paths = {f"models.{name}": path for name, path in paths.items() if path is not None}
     findings = Findings()
     configs = {field: findings.run(partial(load_config, path, field=field)) for field, path in paths.items()}
+    if configs["models.actor"] is None:  # its folder is named already
+        findings.raise_any()
     tokenizer = findings.run(lambda: load_tokenizer(config.models.actor))
     findings.raise_any()
     for field, path in paths.items():
