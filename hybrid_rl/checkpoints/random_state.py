@@ -1,6 +1,5 @@
 """The state of a rank's random generators, as tensors of a checkpoint."""
 
-import math
 import random
 from typing import Any
 
@@ -22,7 +21,7 @@ def take_random_state(rank: int) -> Snapshot:
     _, keys, position, has_gauss, cached = numpy_state
     tensors = {
         "python": torch.tensor([version, *words], dtype=torch.int64),
-        "python_gauss": torch.tensor([math.nan if gauss is None else gauss], dtype=torch.float64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
         "numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),
         "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
         "torch": torch.get_rng_state(),
@@ -39,8 +38,8 @@ def restore_random_state(saved: SavedTensors, rank: int) -> None:
         return saved[f"rank_{rank}/{name}"]
 
     version, *words = state("python").tolist()
-    gauss = float(state("python_gauss"))
-    random.setstate((version, tuple(words), None if math.isnan(gauss) else gauss))
+    gauss = state("python_gauss").tolist()
+    random.setstate((version, tuple(words), gauss[0] if gauss else None))
     *keys, position, has_gauss = state("numpy").tolist()
     cached = float(state("numpy_gauss"))
     np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))

@@ -126,7 +126,10 @@ def tidy(run_dir: Path, start: Start) -> Start:
         else:  # the run was killed between the two renames
             os.rename(replaced, original)
     _tidy_best(run_dir, start)
-    return _tidy_checkpoints(start)
+    start = _tidy_checkpoints(start)
+    if start.checkpoint is not None:  # the run may have been killed before it replaced the pointer
+        write_atomically(run_dir / "latest", start.checkpoint.name)
+    return start
 
 
 def _move_aside(run_dir: Path) -> Path:

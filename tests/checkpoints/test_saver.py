@@ -14,8 +14,9 @@ import torch
 
 from hybrid_rl.checkpoints import saver as checkpoint
 from hybrid_rl.checkpoints.find import checkpoint_name, find_newest, read_state
+from hybrid_rl.checkpoints.run_folder import RunFolder
 from hybrid_rl.checkpoints.snapshot import SavedTensors, Snapshot
-from hybrid_rl.config import ConfigError, ModelsConfig, OptimizerConfig
+from hybrid_rl.config import Config, ConfigError, ModelsConfig, OptimizerConfig, RunConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
 from hybrid_rl.models.loading import load_value_model
@@ -248,6 +249,20 @@ def test_a_deleted_checkpoint_is_not_found(tmp_path, engines, world):
         latest(tmp_path)
 
 
+def test_tensors_of_a_wider_model_are_named(tmp_path):
+    Snapshot(tensors={"weight": torch.zeros(2, 3)}).write(tmp_path / "actor", 0)
+    message = "1 tensors of actor differ, such as weight, of shape [2, 3] there and [2, 4] in the model"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        SavedTensors(tmp_path / "actor").check_shapes({"weight": (2, 4)})
+
+
+@pytest.mark.parametrize("content", [b"", b"half", b"\xff" * 64])
+def test_a_damaged_part_is_named(tmp_path, content):
+    (tmp_path / "part_00000.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"part_00000\.safetensors: damaged, or not a safetensors file"):
+        SavedTensors(tmp_path)
+
+
 class Part:
     def __init__(self, world: World) -> None:
         self.world = world
@@ -273,6 +288,12 @@ def main() -> None:
             saver.wait()
         except OSError as error:
             result["error"] = str(error)
+    if world.is_main:
+        (folder / "file").write_text("")
+    try:
+        RunFolder(Config(run=RunConfig(dir=str(folder / "file"))), world)
+    except ConfigError as error:
+        result["refused"] = str(error)
     parts = SavedTensors(latest(folder / "run") / "part")
     result |= {"step": read_state(latest(folder / "run"))["step"], "notes": parts.notes}
     result |= {name: parts[name].tolist() for name in parts.names}
@@ -282,6 +303,7 @@ def main() -> None:
 def test_two_ranks_write_and_every_rank_raises_what_failed(on_two_ranks):
     for result in on_two_ranks(__file__):
         assert result.pop("error").startswith("the checkpoint of step 2 could not be written; rank 1: ")
+        assert "file/demo: cannot be written (Not a directory" in result.pop("refused")
         assert result == {"step": 1, "notes": {"n": "1"}, "of rank 0": [0, 0, 0], "of rank 1": [1, 1, 1]}
 
 

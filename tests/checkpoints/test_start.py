@@ -20,7 +20,7 @@ from hybrid_rl.checkpoints.resume_settings import compare, flatten, plain_settin
 from hybrid_rl.checkpoints.run_folder import RunFolder, tidy
 from hybrid_rl.checkpoints.saver import write
 from hybrid_rl.checkpoints.snapshot import Snapshot
-from hybrid_rl.checkpoints.start import decide_start
+from hybrid_rl.checkpoints.start import Start, decide_start
 from hybrid_rl.config import Config, ConfigError, ModelsConfig, RunConfig
 from hybrid_rl.distributed import World
 from tests.conftest import change
@@ -71,6 +71,42 @@ def test_settings_that_do_not_fit_the_checkpoint_are_refused_together(config: Co
     assert "models.lora.rank = 4, but the checkpoint was written with 0, and " in messages[0]
     assert all("start a new run with another run.name" in message for message in messages)
     assert decide_start(change(config, {"update.actor.lr": 5e-4})).warnings == ()
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ({"models.ema_decay": 0.9}, {"models.ema_decay": None}),
+        ({"models.reference_sync_steps": 0}, {"models.reference_sync_steps": 5}),
+        ({"advantage.estimator": "grpo"}, {"advantage.estimator": "gae"}),
+        ({"ptx.path": None}, {"ptx.path": "texts.jsonl"}),
+        ({"reward.normalize": True}, {"reward.normalize": False}),
+        ({"models.lora.rank": 4, "models.lora.alpha": 8.0}, {"models.lora.rank": 4, "models.lora.alpha": 16.0}),
+        ({"run.seed": 1}, {"run.seed": 2}),
+    ],
+    ids=lambda changes: ",".join(changes),
+)
+def test_a_state_that_only_one_side_has_is_refused(before: dict, after: dict) -> None:
+    (message,) = compare(plain_settings(change(Config(), before)), change(Config(), after)).refused
+    assert message.startswith(list(after)[-1])
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ({"models.ema_decay": 0.9}, {"models.ema_decay": 0.99}),
+        ({"advantage.estimator": "grpo"}, {"advantage.estimator": "rloo"}),
+    ],
+    ids=lambda changes: ",".join(changes),
+)
+def test_another_value_for_the_same_state_warns(before: dict, after: dict) -> None:
+    changes = compare(plain_settings(change(Config(), before)), change(Config(), after))
+    assert changes.refused == () and len(changes.warned) == 1
+
+
+def test_a_setting_without_effect_is_not_mentioned() -> None:
+    changes = compare(plain_settings(Config()), change(Config(), {"ptx.coef": 0.2, "models.lora.alpha": 1.0}))
+    assert (changes.refused, changes.warned) == ((), ())
 
 
 def test_a_setting_that_changes_what_is_measured_warns(config: Config) -> None:
@@ -144,6 +180,19 @@ def test_a_pointer_to_something_else_does_not_hide_the_newest_checkpoint(config:
     (config.run_dir / "latest").write_text(text)
     found, (warning,) = find_newest(config.run_dir, may_lose_steps=True)
     assert found == newest and "step_000005 is whole and the newest" in warning
+    tidy(config.run_dir, decide_start(config))
+    assert (config.run_dir / "latest").read_text() == "step_000005"
+
+
+def test_a_checkpoint_that_was_about_to_be_replaced_gets_its_name_back(config: Config) -> None:
+    newest = save(config, 2, 5)
+    newest.rename(newest.with_name(".replaced-step_000005"))
+    shutil.copytree(newest.parent / "step_000002", newest)  # a copy that lies about its step
+    start = decide_start(config)
+    assert start.checkpoint == newest.with_name(".replaced-step_000005")
+    assert "step_000005: holds step 2, so its folder was renamed" in start.warnings[0]
+    assert tidy(config.run_dir, start).checkpoint == newest
+    assert json.loads((newest / "state.json").read_text())["step"] == 5
 
 
 # Other runs
@@ -160,6 +209,36 @@ def test_never_moves_an_earlier_run_aside(config: Config, tmp_path: Path) -> Non
     (aside,) = [path for path in config.run_dir.parent.iterdir() if path != config.run_dir]
     assert (aside / "checkpoints" / "step_000005").is_dir() and (aside / "best").is_dir()
     assert decide_start(config).checkpoint is None
+
+
+def record(config: Config, start: Start) -> str:
+    """Let a run start and end before its first checkpoint, after a row of metrics; return its id."""
+    folder = RunFolder(config, WORLD)
+    folder.accept(start)
+    folder.write_record()
+    (config.run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
+    folder.close()
+    return folder.run_id
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again_as_the_same_run(config: Config) -> None:
+    run_id = record(config, decide_start(config))
+    again = decide_start(config)
+    assert (again.run_id, again.checkpoint, again.is_moved_aside) == (run_id, None, False)
+
+
+def test_without_a_checkpoint_a_run_with_other_settings_is_another_run(config: Config) -> None:
+    run_id = record(config, decide_start(config))
+    other = decide_start(change(config, {"advantage.gamma": 0.5}))
+    assert other.run_id != run_id and other.is_moved_aside
+    (config.run_dir / "run.json").write_text('{"id": "half')
+    assert decide_start(config).is_moved_aside
+
+
+def test_without_a_checkpoint_a_finished_run_is_moved_aside(config: Config) -> None:
+    record(config, decide_start(config))
+    (config.run_dir / "summary.json").write_text("{}")
+    assert decide_start(config).is_moved_aside
 
 
 def test_checkpoints_of_two_runs_in_one_folder_are_refused(config: Config) -> None:
@@ -187,24 +266,26 @@ def test_the_best_actor_of_another_run_is_moved_aside(config: Config) -> None:
 
 
 HOLD = """
-import subprocess, sys, time
+import os, subprocess, sys, time
 from pathlib import Path
 from hybrid_rl.checkpoints.lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-print(child.pid, flush=True)
+started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid
+forked = os.fork()
+if forked:
+    print(started, forked, flush=True)
 time.sleep(60)
 """
 
 
 def test_a_second_run_is_refused_with_pid_and_host_until_the_first_dies(tmp_path: Path) -> None:
-    """A process that the first one started survives it, and does not hold the lock."""
+    """Processes that the first one started and forked survive it, and do not hold the lock."""
     environment = {**os.environ, **PATHS}
     first = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
     )
     assert first.stdout is not None
-    child = int(first.stdout.readline())
+    children = [int(pid) for pid in first.stdout.readline().split()]
     try:
         with pytest.raises(
             ConfigError, match=rf"another run uses this folder, process {first.pid} on {os.uname().nodename}"
@@ -213,11 +294,13 @@ def test_a_second_run_is_refused_with_pid_and_host_until_the_first_dies(tmp_path
         first.kill()
         first.wait()
         lock = RunLock(tmp_path)
-        os.kill(child, 0)
+        for child in children:
+            os.kill(child, 0)
         lock.unlock()
     finally:
         first.kill()
-        os.kill(child, signal.SIGKILL)
+        for child in children:
+            os.kill(child, signal.SIGKILL)
 
 
 def test_one_run_after_the_other_takes_the_lock(tmp_path: Path) -> None:
