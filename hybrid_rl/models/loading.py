@@ -13,7 +13,7 @@ from hybrid_rl.models.heads import LogprobHead, ValueHead, logit_scaling
 from hybrid_rl.models.lora import add_adapters
 from hybrid_rl.models.packed import Actor, ValueModel
 from hybrid_rl.models.verification import verify_logits, verify_packing
-from hybrid_rl.models.weight_match import check_match, check_tied, log_difference, quiet_transformers
+from hybrid_rl.models.weight_match import check_match, check_tied, log_choices, quiet_transformers
 
 
 def choose_dtype(setting: str, device: torch.device) -> torch.dtype:
@@ -124,7 +124,7 @@ def _load(
         )
     difference = check_match(model, info, where, is_policy=is_policy, new_head=new_head)
     check_tied(model, where)
-    log_difference(difference, where)
+    log_choices(path, where, difference)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     # from_pretrained returns a model in evaluation mode, in which transformers ignores gradient checkpointing.

@@ -79,6 +79,13 @@ def _weight_files(path: str, where: str, named_file: str | None) -> list[Path] |
     return _shards(path, file, where) if name.endswith(".index.json") else [file]
 
 
+def ignored_files(path: str) -> list[str]:
+    """Return the pickled weights of a folder that also holds safetensors, which alone are loaded."""
+    if not any(find_file(path, name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+        return []
+    return [name for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME) if find_file(path, name)]
+
+
 def _shards(path: str, index: Path, where: str) -> list[Path] | None:
     """Return the files that an index names; None if a model of the hub is only partly in the local cache."""
     with reading(f"{where}: {index.name} is damaged"):

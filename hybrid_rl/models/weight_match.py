@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from hybrid_rl.config import check
 from hybrid_rl.models.folders import build_on_meta, find_model_class, load_config, reading
-from hybrid_rl.models.weight_files import read_tensors, shorten
+from hybrid_rl.models.weight_files import ignored_files, read_tensors, shorten
 
 _logger = logging.getLogger(__name__)
 
@@ -138,14 +138,13 @@ def _language_model_head(config: PretrainedConfig, names: Sequence[str]) -> list
     return [name for name in names if owner and name.rpartition(".")[0].endswith(owner)]
 
 
-def log_difference(difference: Difference, where: str) -> None:
-    """Name the tensors that are new and those that are not used, once per run."""
-    is_other_rank = torch.distributed.is_initialized() and torch.distributed.get_rank() > 0
-    if is_other_rank or not (difference.new or difference.unused):
-        return
+def log_choices(path: str, where: str, difference: Difference) -> None:
+    """Name the tensors and files of a folder that are new or not used, once per run."""
     parts = [f"{', '.join(difference.new)} is new and starts at zero"] if difference.new else []
-    parts += [f"{', '.join(difference.unused)} of the folder is not used"] if difference.unused else []
-    _logger.warning("%s: %s", where, "; ".join(parts))
+    parts += [f"{name} of the folder is not used" for name in (*difference.unused, *ignored_files(path))]
+    is_main = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    if parts and is_main:
+        _logger.warning("%s: %s", where, "; ".join(parts))
 
 
 def check_tied(model: PreTrainedModel, where: str) -> None:

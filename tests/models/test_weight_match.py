@@ -189,6 +189,16 @@ def test_two_sets_of_weights_are_refused(untied: Path) -> None:
         check_weights(str(untied), field="models.actor", is_policy=True)
 
 
+def test_of_two_formats_the_one_that_is_not_loaded_is_named(untied: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tensors = load_file(untied / "model.safetensors")
+    torch.save({name: tensor + 1 for name, tensor in tensors.items()}, untied / "pytorch_model.bin")
+    with caplog.at_level(logging.WARNING, "hybrid_rl"):
+        model = load_actor(str(untied), ModelsConfig(), CPU).model
+    assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"])
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert message == f"models.actor = {untied}: pytorch_model.bin of the folder is not used"
+
+
 def test_a_pickled_file_is_read_without_running_it(untied: Path, tmp_path: Path) -> None:
     tensors, file, ran = load_file(untied / "model.safetensors"), untied / "pytorch_model.bin", tmp_path / "ran"
     (untied / "model.safetensors").unlink()
