@@ -117,21 +117,20 @@ def environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def hollow(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny models without their weights, so that a run fails when it loads one."""
-    root = tmp_path_factory.mktemp("hollow")
-    shutil.copytree(tiny, root, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
-    assert not list(root.rglob("*.safetensors"))
+def models(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tiny models and their data."""
+    root = tmp_path_factory.mktemp("copy")
+    shutil.copytree(tiny, root, dirs_exist_ok=True)
     return root
 
 
 @pytest.fixture
-def settings(hollow: Path, tmp_path: Path) -> dict[str, Any]:
-    """Settings that would run on the CPU if the models had weights."""
+def settings(models: Path, tmp_path: Path) -> dict[str, Any]:
+    """Settings that would run on the CPU."""
     return {
         "run": {"dir": str(tmp_path / "runs")},
-        "models": {"actor": str(hollow / "policy"), "reward": str(hollow / "reward")},
-        "prompts": {"path": str(hollow / "prompts.jsonl"), "max_prompt_tokens": 8},
+        "models": {"actor": str(models / "policy"), "reward": str(models / "reward")},
+        "prompts": {"path": str(models / "prompts.jsonl"), "max_prompt_tokens": 8},
         "rollout": {"engine": "hf", "rollout_batch_size": 4, "max_response_tokens": 8},
         "update": {"mini_batch_size": 4},
     }
@@ -153,9 +152,11 @@ def start(fork_servers, settings, tmp_path):
     return run
 
 
-def test_without_an_error_the_run_loads_weights(start):
-    ended = start()
-    assert ended.code == 2 and "cannot be loaded (Error no file named model.safetensors" in ended.output
+def test_a_folder_without_weights_is_refused(start, models, tmp_path):
+    shutil.copytree(models / "policy", tmp_path / "policy", ignore=shutil.ignore_patterns("*.safetensors"))
+    ended = start("--models.actor", str(tmp_path / "policy"))
+    sentence = "the folder holds no weights, no model.safetensors"
+    assert ended.error_sentence() == f"models.actor = {tmp_path / 'policy'}: {sentence}"
 
 
 def test_script_prints_an_error_and_nothing_else(settings, tmp_path):
@@ -203,9 +204,9 @@ def test_missing_prompts_file(start):
     assert ended.cpu_s < 15
 
 
-def test_missing_column_lists_the_columns(start, hollow):
+def test_missing_column_lists_the_columns(start, models):
     ended = start("--prompts.prompt_column", "question")
-    path = hollow / "prompts.jsonl"
+    path = models / "prompts.jsonl"
     assert ended.error_sentence() == (
         f"prompts.path = {path}: row 0 has no column 'question'; set prompts.prompt_column to one of: prompt, answer"
     )
@@ -219,11 +220,11 @@ def test_empty_data_set(start, tmp_path):
     assert ended.cpu_s < 15
 
 
-def test_sequence_longer_than_the_model_shows_the_sum(start, hollow):
+def test_sequence_longer_than_the_model_shows_the_sum(start, models):
     ended = start("--prompts.max_prompt_tokens", "40", "--rollout.max_response_tokens", "25")
-    assert ended.error_sentence() == (
+    assert ended.error_sentences()[0] == (
         "prompts.max_prompt_tokens 40 + rollout.max_response_tokens 25 = 65: "
-        f"models.actor = {hollow / 'policy'} takes at most 64 tokens; lower one of the two"
+        f"models.actor = {models / 'policy'} takes at most 64 tokens; lower one of the two"
     )
     assert ended.cpu_s < 15
 
@@ -240,9 +241,9 @@ def test_model_folder_that_holds_no_model(start, tmp_path, field, kind):
     assert ended.cpu_s < 15
 
 
-def test_reward_model_with_another_tokenizer(start, hollow, tmp_path):
+def test_reward_model_with_another_tokenizer(start, models, tmp_path):
     other = tmp_path / "other"
-    shutil.copytree(hollow / "reward", other)
+    shutil.copytree(models / "reward", other)
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["x"], vocabulary["y"] = vocabulary["y"], vocabulary["x"]

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.batch import Prompt
 from hybrid_rl.config import Config, Findings, check
-from hybrid_rl.data.prompts import PromptLoader, load_prompts
+from hybrid_rl.data.prompts import PromptLoader, load_prompts, load_rows
 from hybrid_rl.data.template import Template, load_template
 from hybrid_rl.data.texts import load_texts
 from hybrid_rl.distributed import World
@@ -62,6 +62,7 @@ def load_data(config: Config, world: World) -> Data:
     eval_scorer = findings.run(lambda: _make_eval_scorer(config, make)) if scorer or is_named else None
     remote = findings.run(lambda: _make_remote(config))
     if tokenizer is None or template is None:
+        _check_rows(config, findings)
         findings.raise_any()
     assert tokenizer and template
     if template.chat_template is not None:
@@ -90,6 +91,15 @@ def load_data(config: Config, world: World) -> Data:
         reward_tokenizer=reward_tokenizer,
         ptx_texts=ptx_texts,
     )
+
+
+def _check_rows(config: Config, findings: Findings) -> None:
+    """Check rows and columns of the prompts, which need no tokenizer."""
+    load = functools.partial(load_rows, config=config.prompts, seed=config.run.seed)
+    findings.run(lambda: load(config.prompts.path))
+    held_out = config.prompts.eval_path if config.run.eval_every_steps else None
+    if held_out:
+        findings.run(lambda: load(held_out, num_rows=config.prompts.max_eval_samples, is_evaluation=True))
 
 
 def _load_tokenizer(config: Config, findings: Findings) -> PreTrainedTokenizerBase | None:

@@ -293,12 +293,14 @@ def test_files_of_the_run(live: Live):
         "tensorboard",
         "checkpoints",
         "latest",
+        "lock",
+        "run.json",
         "export",
     }
     assert (live.dir / "latest").read_text() == "step_000002"
     assert {path.name for path in (live.dir / "checkpoints").iterdir()} == {"step_000002"}
     contents = {path.name for path in (live.dir / "checkpoints" / "step_000002").iterdir()}
-    assert contents == {"actor", "critic", "rng_rank0.pt", "state.json"}
+    assert contents == {"actor", "critic", "random_state", "state.json", "manifest.json"}
 
 
 def test_config_file_reads_back_as_the_config(live: Live):

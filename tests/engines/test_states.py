@@ -60,10 +60,10 @@ def test_a_snapshot_of_another_model_is_refused(make_engine, tmp_path):
     taken = engine.snapshot()
     del taken.tensors["model.model.norm.weight/master"]
     taken.write(tmp_path, 0)
-    with pytest.raises(ConfigError, match=r"another model: 1 weights differ, as \['model.model.norm.weight/master'\]"):
+    with pytest.raises(ConfigError, match=r"another model: 1 tensors of .* such as model.model.norm.weight/master,"):
         engine.load(tmp_path)
 
 
 def test_a_folder_without_snapshots_is_an_error(make_engine, tmp_path):
-    with pytest.raises(FileNotFoundError, match="no part of a checkpoint in"):
+    with pytest.raises(ConfigError, match="has no part"):
         make_engine(1).load(tmp_path)

@@ -113,6 +113,9 @@ def check_against_transformers(
     if not ids:
         check_refused(found, "messages that give no tokens")
         return
+    if messages[-1]["role"] in ("assistant", "system", "developer"):
+        check_refused(found, "messages that end with another turn than the user's")
+        return
     assert isinstance(found, Prompt), f"refuses {messages}: {found}"
     if drawn.adds_bos and ids[0] != bos:
         ids = [bos, *ids]

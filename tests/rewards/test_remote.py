@@ -279,13 +279,13 @@ def test_a_service_is_not_called_again_before_it_asks_for(serve, monkeypatch):
         ({"Retry-After": "86400"}, 300, 300),
         ({"Retry-After": "-5"}, 0, 0),
         ({"Retry-After": "soon"}, 0, 0),
-        ({"Retry-After": http_date(200)}, 100, 201),
-        ({"Retry-After": http_date(-200)}, 0, 0),
+        ({"Retry-After": 200}, 100, 201),
+        ({"Retry-After": -200}, 0, 0),
     ],
 )
 def test_retry_after_is_seconds_or_a_date(header, low, high):
     response = requests.Response()
-    response.headers.update(header)
+    response.headers.update({k: http_date(v) if isinstance(v, int) else v for k, v in header.items()})
     assert low <= _retry_after_s(response) <= high
 
 
