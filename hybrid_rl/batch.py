@@ -21,6 +21,8 @@ class Prompt:
     """Row number in the data set."""
     text: str
     token_ids: list[int]
+    undated_token_ids: list[int] | None = None
+    """Token ids of the same prompt on a fixed day; None if its chat template does not ask for the date."""
     prefill: str = ""
     """End of `text` that the chat template writes in the model's name, such as `<think>` and a line break."""
     answer: str | None = None

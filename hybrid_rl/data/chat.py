@@ -1,6 +1,8 @@
 """Rendering of chat prompts by the chat template, and the text that it writes in the model's name."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,9 +17,24 @@ NEXT_TURN = {"role": "user", "content": "and then"}
 OTHER_ROLES = ("assistant", "system", "developer")
 """Roles whose message cannot be the last one, since the response would not answer it."""
 THINK_TAGS = ("<think>", "</think>")
+CLOCK = "strftime_now"
+"""Function that transformers gives to chat templates, which returns the present date in a format."""
+FIXED_DAY = datetime(2000, 1, 1)
 
 Render = Callable[[Sequence[Message], bool], str]
 """(messages, whether the response follows) -> text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """A rendered chat."""
+
+    text: str
+    """Text up to the start of the response."""
+    prefill: str
+    """End of the text that the template writes in the model's name, such as `<think>`."""
+    undated_text: str | None
+    """The same text on a fixed day; None if the template does not ask for the date."""
 
 
 def chat_template_of(tokenizer: PreTrainedTokenizerBase, template: Template, where: str) -> str:
@@ -44,10 +61,8 @@ def chat_template_of(tokenizer: PreTrainedTokenizerBase, template: Template, whe
 
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], config: PromptsConfig, template: Template, where: str
-) -> tuple[str, str]:
-    """Return the text of a chat up to the start of the response, and its prefill.
-
-    The prefill is the end of the text that the template writes in the model's name, such as `<think>`.
+) -> Chat:
+    """Return a chat as its template renders it up to the start of the response.
 
     Raises:
         ConfigError: there is no chat template or it refuses the messages; they end with another turn than the user's;
@@ -62,10 +77,10 @@ def render_chat(
         "into prompts.answer_column",
     )
 
-    def render(messages: Sequence[Message], is_prompt: bool) -> str:
+    def render(messages: Sequence[Message], is_prompt: bool, **variables: Callable[[str], str]) -> str:
         try:
             return tokenizer.apply_chat_template(
-                list(messages), chat_template=source, tokenize=False, add_generation_prompt=is_prompt
+                list(messages), chat_template=source, tokenize=False, add_generation_prompt=is_prompt, **variables
             )
         except Exception as error:  # a template is a program of its own, which can raise anything
             raise ConfigError(f"{where}: the chat template refuses its messages: {error}") from error
@@ -78,7 +93,8 @@ def render_chat(
         "the response cannot be told from the prompt: give another template with prompts.template_path",
     )
     assert prefill is not None
-    return text, prefill
+    undated = render(messages, True, **{CLOCK: FIXED_DAY.strftime}) if CLOCK in source else None
+    return Chat(text=text, prefill=prefill, undated_text=undated)
 
 
 def find_prefill(text: str, messages: Sequence[Message], render: Render) -> str | None:

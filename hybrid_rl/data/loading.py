@@ -78,6 +78,9 @@ def load_data(config: Config, world: World) -> Data:
         findings.run(lambda: _check_vocabulary(config, train, stops, "prompts.path"))
     reward_tokenizer = findings.run(lambda: _load_reward_tokenizer(config, tokenizer))
     ptx_texts = findings.run(lambda: load_texts(config.ptx, tokenizer) if config.ptx.path else [])
+    if ptx_texts:
+        texts = ptx_texts
+        findings.run(lambda: _check_ptx_vocabulary(config, texts))
     findings.raise_any()
     assert stop_token_ids and loader and eval_prompts is not None and ptx_texts is not None
     return Data(
@@ -155,6 +158,20 @@ def _check_vocabulary(config: Config, prompts: Sequence[Prompt], stop_token_ids:
         if name == "actor":
             wrong = [i for i in stop_token_ids if not 0 <= i < size]
             check(not wrong, f"rollout.stop_token_ids, EOS ids and stop_ids: id {wrong[:1]} {where}")
+
+
+def _check_ptx_vocabulary(config: Config, texts: list[list[int]]) -> None:
+    """Check that the actor, the only model that reads the ptx texts, has their ids."""
+    path = config.models.actor
+    size = getattr(load_config(path, field="models.actor").get_text_config(), "vocab_size", None)
+    if size is None:
+        return
+    for number, token_ids in enumerate(texts):
+        check(
+            max(token_ids) < size,
+            f"ptx.path: row {number}: id {max(token_ids)} is not in the vocabulary of models.actor = {path}, which has "
+            f"{size} ids",
+        )
 
 
 def _load_reward_tokenizer(config: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:

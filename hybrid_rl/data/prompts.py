@@ -86,10 +86,11 @@ def encode_prompt(
         template = load_template(config.template_path, tokenizer)
     if isinstance(value, str) and not config.chat:
         _check_plain(config, template, where)
-        text, prefill = value, ""
+        text, prefill, undated = value, "", None
     else:
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-        text, prefill = render_chat(tokenizer, messages, config, template, where)
+        chat = render_chat(tokenizer, messages, config, template, where)
+        text, prefill, undated = chat.text, chat.prefill, chat.undated_text
     token_ids = encode(tokenizer, text)
     check(bool(token_ids), f"{where}: its prompt {text!r} gives no tokens")
     metadata = {name: v for name, v in row.items() if name not in (config.prompt_column, config.answer_column)}
@@ -100,6 +101,7 @@ def encode_prompt(
         prompt_id=prompt_id,
         text=text,
         token_ids=token_ids,
+        undated_token_ids=None if undated is None else encode(tokenizer, undated),
         prefill=prefill,
         answer=_answer_of(row, config, where) if config.answer_column in row else None,
         metadata=metadata,
@@ -233,10 +235,11 @@ class PromptLoader:
 
 
 def _fingerprint(prompts: list[Prompt]) -> str:
-    """Return a hash of the token ids and answers of the prompts, in their order."""
+    """Return a hash of the token ids and answers of the prompts, in their order, which is the same on every day."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        digest.update(repr((prompt.token_ids, prompt.answer)).encode())
+        token_ids = prompt.token_ids if prompt.undated_token_ids is None else prompt.undated_token_ids
+        digest.update(repr((token_ids, prompt.answer)).encode())
     return digest.hexdigest()[:16]
 
 

@@ -1,9 +1,12 @@
 """Chats end where the response begins, and what the template writes in the model's name is known."""
 
+from datetime import datetime
+
 import pytest
+from transformers.utils import chat_template_utils
 
 from hybrid_rl.config import ConfigError, PromptsConfig
-from hybrid_rl.data.prompts import encode_prompt
+from hybrid_rl.data.prompts import PromptLoader, encode_prompt
 from hybrid_rl.rewards.rules import FUNCTIONS
 from tests.conftest import make_tokenizer
 
@@ -105,3 +108,27 @@ def test_a_template_that_fails_in_any_way_is_one_sentence(template):
 def test_a_key_that_only_other_rows_have_is_no_part_of_a_message():
     chat = [{"role": "user", "content": "2+2", "name": None}]
     assert encode("{% for m in messages %}{{ m.keys() | list | length }}{% endfor %}", "", chat).text == "2"
+
+
+def test_a_template_with_the_date_gives_the_same_data_set_on_another_day(monkeypatch):
+    class Day(datetime):
+        year_now = 2031
+
+        @classmethod
+        def now(cls, tz=None):
+            return cls(cls.year_now, 5, 6, tzinfo=tz)
+
+    def prompt_of(question):
+        dated = "{{ strftime_now('%Y') }} " + CHATML
+        return encode(dated, "<|im_start|>assistant\n", [{"role": "user", "content": question}])
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Day)
+    first = prompt_of("2+2")
+    Day.year_now = 2042
+    second, other = prompt_of("2+2"), prompt_of("3+3")
+    assert first.text.startswith("2031 ") and second.text.startswith("2042 ")  # the model reads the real date
+    settings = {"batch_size": 1, "seed": 0, "shuffle": False}
+    state = PromptLoader([first], **settings).state_dict()
+    PromptLoader([second], **settings).load_state_dict(state)
+    with pytest.raises(ConfigError, match="the data set is not the checkpoint's"):
+        PromptLoader([other], **settings).load_state_dict(state)

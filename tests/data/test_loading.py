@@ -216,3 +216,23 @@ def test_ids_above_a_models_vocabulary_are_refused(make_config: MakeConfig, tiny
 def test_evaluation_takes_the_rewards_own_function(functions, weights, given, expected):
     config = Config(reward=RewardConfig(functions=functions, weights=weights), run=RunConfig(eval_function=given))
     assert config.eval_function == expected
+
+
+def test_ids_of_ptx_texts_above_the_actors_vocabulary_are_refused(
+    make_config: MakeConfig, tiny: Path, tmp_path: Path
+) -> None:
+    actor = tmp_path / "actor"
+    shutil.copytree(tiny / "policy", actor)
+    tokenizer = AutoTokenizer.from_pretrained(actor)
+    tokenizer.add_tokens(["abc"])
+    tokenizer.save_pretrained(actor)
+    (tmp_path / "texts.jsonl").write_text('{"text": "1+1"}\n{"text": "1abc"}\n')
+    new = tokenizer.convert_tokens_to_ids("abc")
+    with pytest.raises(ConfigError) as error:
+        load_data(
+            make_config(models={"actor": str(actor)}, ptx={"path": str(tmp_path / "texts.jsonl"), "coef": 0.1}), ALONE
+        )
+    size = json.loads((actor / "config.json").read_text())["vocab_size"]
+    assert f"ptx.path: row 1: id {new} is not in the vocabulary of models.actor = {actor}, which has {size} ids" in (
+        error.value.messages
+    )
