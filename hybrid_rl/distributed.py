@@ -6,13 +6,15 @@ import io
 import os
 import pickle
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 GENERATION_TIMEOUT = datetime.timedelta(days=1)
 """How long ranks wait while one generates for all. A rank that ends closes its connections, which ends the wait."""
@@ -109,10 +111,41 @@ class World:
         }
         return {key: total / count for key, (total, count) in totals.items() if count}
 
+    def run_on_main(self, work: Callable[[], T]) -> T:
+        """Call a function on the group's first rank, once all ranks are here, and return its result on every rank.
+
+        Args:
+            work: its result is picklable.
+
+        Raises:
+            Exception: the error of `work`, on every rank; other ranks get a RuntimeError with its message if it cannot
+                be pickled.
+        """
+        self.barrier()
+        result: T | None = None
+        error: Exception | None = None
+        if self.is_main:
+            try:
+                result = work()
+            except Exception as caught:
+                error = caught
+        result, received = self.all_gather((result, _picklable(error)))[0]
+        if error or received:
+            raise error or received
+        return cast(T, result)
+
     def barrier(self) -> None:
         """Wait for every rank."""
         if self.size > 1:
             dist.barrier(group=self.group)
+
+
+def _picklable(error: Exception | None) -> Exception | None:
+    """Return the error if it can be pickled and unpickled, otherwise a RuntimeError with its type and message."""
+    try:
+        return cast(Exception | None, pickle.loads(pickle.dumps(error)))
+    except Exception:  # an exception's own __reduce__ or __init__ may raise anything
+        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 class _Pickler(pickle.Pickler):

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,7 +40,7 @@ class RunFolder:
         self._lock: RunLock | None = None
         self._start: Start | None = None
         self._hashing: ModelContents | None = None
-        _on_main(world, self._take_lock)
+        world.run_on_main(self._take_lock)
 
     def _take_lock(self) -> None:
         self._lock = RunLock(self._config.run_dir)
@@ -51,7 +51,7 @@ class RunFolder:
         Args:
             start: what `decide_together` returned.
         """
-        self._start = start = _on_main(self._world, lambda: tidy(self._config.run_dir, start))
+        self._start = start = self._world.run_on_main(lambda: tidy(self._config.run_dir, start))
         if self._world.is_main and start.models is None:
             self._hashing = ModelContents(self._config)
         return start
@@ -95,22 +95,7 @@ def decide_together(config: Config, world: World) -> Start:
     Raises:
         ConfigError: see decide_start; raised on every rank.
     """
-    return _on_main(world, lambda: decide_start(config))
-
-
-def _on_main(world: World, work: Callable[[], T]) -> T:
-    """Return on every rank what rank 0 computes, or raise on every rank what it raises."""
-    result: T | None = None
-    error: Exception | None = None
-    if world.is_main:
-        try:
-            result = work()
-        except Exception as raised:
-            error = raised
-    result, error = world.all_gather((result, error))[0]
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]
+    return world.run_on_main(lambda: decide_start(config))
 
 
 def tidy(run_dir: Path, start: Start) -> Start:

@@ -1,10 +1,9 @@
 """One rollout engine over the GPUs of several ranks: it runs on the first rank, and all ranks call it together."""
 
 import os
-import pickle
 import sys
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 
@@ -27,39 +26,6 @@ def visible_name(device: torch.device) -> str:
     return names.split(",")[index] if names else str(index)
 
 
-def run_on_first_rank(ranks: World, work: Callable[[], T]) -> T:
-    """Call a function on the first rank, once all ranks are here, and return its result on every rank.
-
-    Args:
-        ranks: group of the ranks, which all call this function.
-        work: its result is picklable.
-
-    Raises:
-        Exception: the error of `work`, on every rank; other ranks get a RuntimeError with its message if it cannot be
-            pickled.
-    """
-    ranks.barrier()
-    result: T | None = None
-    error: Exception | None = None
-    if ranks.is_main:
-        try:
-            result = work()
-        except Exception as caught:
-            error = caught
-    result, received = ranks.all_gather((result, _picklable(error)))[0]
-    if error or received:
-        raise error or received
-    return cast(T, result)
-
-
-def _picklable(error: Exception | None) -> Exception | None:
-    """Return the error if it can be pickled and unpickled, otherwise a RuntimeError with its type and message."""
-    try:
-        return cast(Exception | None, pickle.loads(pickle.dumps(error)))
-    except Exception:  # an exception's own __reduce__ or __init__ may raise anything
-        return RuntimeError(f"{type(error).__name__}: {error}")
-
-
 class GroupEngine:
     """The interface of each rank of a group to the group's engine; see RolloutEngine for the methods.
 
@@ -79,11 +45,11 @@ class GroupEngine:
         self._seed: int | None = None
         self.weights_version = 0
         gpus = ranks.all_gather(visible_name(ranks.device))
-        run_on_first_rank(ranks, lambda: self._engines.append(start(gpus)))
+        ranks.run_on_main(lambda: self._engines.append(start(gpus)))
 
     def _ask(self, work: Callable[[RolloutEngine], T]) -> T:
         """Return on every rank the result of a call of the engine."""
-        return run_on_first_rank(self._ranks, lambda: work(self._engines[0]))
+        return self._ranks.run_on_main(lambda: work(self._engines[0]))
 
     def generate(
         self, prompts: Sequence[list[int]], sampling: Sampling, seeds: Sequence[int] | None

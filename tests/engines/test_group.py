@@ -16,7 +16,7 @@ import torch
 from hybrid_rl.config import Config, ConfigError, RolloutConfig, UpdateConfig
 from hybrid_rl.distributed import free_port, join_world
 from hybrid_rl.engines import Generation, Sampling
-from hybrid_rl.engines.group import GroupEngine, run_on_first_rank, visible_name
+from hybrid_rl.engines.group import GroupEngine, visible_name
 from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.engines.vllm.environment import engine_environment, group_environment
 from hybrid_rl.validate import check_ranks
@@ -103,8 +103,8 @@ def rank_of_two(folder: Path, tiny: Path) -> None:
     found["unseeded"] = [g.token_ids for g in engine.generate([] if world.rank == 0 else PROMPTS, SAMPLED, None)]
     found["seeds"] = made[0].seeds if made else None
     found["sums"] = engine.checksums(["model.norm.weight"])
-    found["odd"] = error_of(lambda: run_on_first_rank(ranks, lambda: fail(OddError(place=3))))
-    found["value"] = error_of(lambda: run_on_first_rank(ranks, lambda: fail(ValueError("no"))))
+    found["odd"] = error_of(lambda: ranks.run_on_main(lambda: fail(OddError(place=3))))
+    found["value"] = error_of(lambda: ranks.run_on_main(lambda: fail(ValueError("no"))))
     found["one node"] = world.ranks_on_nodes()
     os.environ["LOCAL_WORLD_SIZE"] = "1"  # as if each rank were on another node
     found["two nodes"] = world.ranks_on_nodes()
