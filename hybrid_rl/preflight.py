@@ -1,6 +1,6 @@
 """Everything that can be known of a run before a model loads, with all findings at once.
 
-`build` starts with it, and `colocated.py check` is nothing else.
+`build` starts with it.
 """
 
 import logging

@@ -2,8 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -15,63 +13,6 @@ ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables with settings of PyTorch's allocator, under the old name and the new one."""
 OWN_CONTEXT_BYTES = 1 << 30
 """Upper estimate of what this process itself holds before it loads a model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
-    """A GPU as the driver lists it."""
-
-    uuid: str
-    """Such as GPU-8932f937-d72c-4106-c12f-20bd9faed9f6, or MIG-... for a part of a GPU."""
-    name: str
-    memory_bytes: int
-    free_bytes: int
-    capability: tuple[int, int]
-    """Compute capability, major and minor."""
-
-
-def list_gpus() -> list[Gpu]:
-    """Return all GPUs of this machine in the driver's order, whether or not CUDA_VISIBLE_DEVICES hides them.
-
-    CUDA is not initialised. The list is empty without a driver.
-    """
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # no package of the driver's library, or no driver
-        return []
-    try:
-        return [_read_gpu(pynvml, pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(pynvml.nvmlDeviceGetCount())]
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def find_mig(uuid: str) -> Gpu | None:
-    """Return the part of a GPU with a MIG UUID; None if the driver does not know it."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # as in list_gpus
-        return None
-    try:
-        return _read_gpu(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid.encode()))
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _read_gpu(pynvml: Any, handle: Any) -> Gpu:
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    return Gpu(
-        uuid=pynvml.nvmlDeviceGetUUID(handle),
-        name=pynvml.nvmlDeviceGetName(handle),
-        memory_bytes=memory.total,
-        free_bytes=memory.free,
-        capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
-    )
 
 
 def used_by_process(device: torch.device) -> dict[int, int]:
