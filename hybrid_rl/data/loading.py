@@ -67,16 +67,17 @@ def load_data(config: Config, world: World) -> Data:
     assert tokenizer and template
     if template.chat_template is not None:
         tokenizer.chat_template = template.chat_template  # also for ptx texts and the exported tokenizer
+    reward_tokenizer = findings.run(lambda: _load_reward_tokenizer(config, tokenizer))
+    check_vocabulary = functools.partial(_check_vocabulary, config, reads_own_ids=reward_tokenizer is not None)
     stop_token_ids = findings.run(lambda: _stop_token_ids(config, tokenizer, template))
     loader = findings.run(lambda: _make_loader(config, tokenizer, world))
     eval_prompts = findings.run(lambda: _load_eval_prompts(config, tokenizer))
     if eval_prompts:
         evaluated = eval_prompts
-        findings.run(lambda: _check_vocabulary(config, evaluated, (), "prompts.eval_path"))
+        findings.run(lambda: check_vocabulary(evaluated, (), "prompts.eval_path"))
     if loader and stop_token_ids:
         train, stops = loader.prompts, stop_token_ids
-        findings.run(lambda: _check_vocabulary(config, train, stops, "prompts.path"))
-    reward_tokenizer = findings.run(lambda: _load_reward_tokenizer(config, tokenizer))
+        findings.run(lambda: check_vocabulary(train, stops, "prompts.path"))
     ptx_texts = findings.run(lambda: load_texts(config.ptx, tokenizer) if config.ptx.path else [])
     if ptx_texts:
         texts = ptx_texts
@@ -100,8 +101,8 @@ def _check_rows(config: Config, findings: Findings) -> None:
     """Check rows and columns of the prompts, which need no tokenizer."""
     load = functools.partial(load_rows, config=config.prompts, seed=config.run.seed)
     findings.run(lambda: load(config.prompts.path))
-    held_out = config.prompts.eval_path if config.run.eval_every_steps else None
-    if held_out:
+    held_out = config.prompts.eval_path
+    if held_out and _evaluates(config):
         findings.run(lambda: load(held_out, num_rows=config.prompts.max_eval_samples, is_evaluation=True))
 
 
@@ -141,12 +142,18 @@ def _stop_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase, template
     return sorted({*eos, *config.rollout.stop_token_ids, *template.stop_token_ids})
 
 
-def _check_vocabulary(config: Config, prompts: Sequence[Prompt], stop_token_ids: Sequence[int], field: str) -> None:
-    """Check that every model that reads the actor's ids has the ids of the prompts, and the actor the stop ids."""
+def _check_vocabulary(
+    config: Config, prompts: Sequence[Prompt], stop_token_ids: Sequence[int], field: str, *, reads_own_ids: bool
+) -> None:
+    """Check that every model that reads the actor's ids has the ids of the prompts, and the actor the stop ids.
+
+    Args:
+        reads_own_ids: whether the reward model has another tokenizer than the actor.
+    """
     models = config.models
     paths = {"actor": models.actor, "critic": models.critic, "reference": models.reference, "reward": models.reward}
     for name, path in paths.items():
-        if path is None or (name == "reward" and _load_reward_tokenizer(config, load_tokenizer(models.actor))):
+        if path is None or (name == "reward" and reads_own_ids):
             continue
         model_config = load_config(path, field=f"models.{name}")
         size = getattr(model_config.get_text_config(), "vocab_size", None)
