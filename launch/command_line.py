@@ -168,7 +168,7 @@ class _Reader:
 
 
 def _open(option: str, value: str) -> Source:
-    """Return the text that an option such as `--config` has as its value, or that of the file which it names."""
+    """Return the text that an option such as `--config` has as its value, or the text of the file that it names."""
     is_text = value.lstrip().startswith("{") or "\n" in value or ": " in value
     if is_text:
         return Source(name=f"--{option}", text=value, is_file=False)

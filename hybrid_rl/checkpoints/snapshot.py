@@ -62,7 +62,7 @@ class SavedTensors:
         return self._file_of[name].get_tensor(name)
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that the saved tensors are those of a model.
+        """Check that the saved tensors have a model's names and shapes.
 
         Args:
             shapes: name -> shape of the model's tensors.

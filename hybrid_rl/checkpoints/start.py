@@ -105,7 +105,7 @@ def has_results(run_dir: Path) -> bool:
 
 
 def _restart(config: Config, record: Mapping[str, Any]) -> Start:
-    """Return the start at step 1 of a run that ended before its first checkpoint, or else that of a new run."""
+    """Return the start at step 1 of a run that ended before its first checkpoint, or the start of a new run."""
     if (config.run_dir / "summary.json").exists():
         return _new_run(config.run_dir)
     models, changes = _compare(config, record, record)
@@ -143,4 +143,7 @@ def _check_one_run(run_dir: Path, record: Mapping[str, Any] | None) -> None:
         if found:
             files.setdefault(found, []).append(folder.name)
     groups = " and ".join(f"{', '.join(names)} of run {run_id[:8]}" for run_id, names in files.items())
-    check(len(files) <= 1, f"{run_dir} holds files of several runs, {groups}: move those of all but one away")
+    check(
+        len(files) <= 1,
+        f"{run_dir} holds files of several runs, {groups}: keep the files of one, and move the others away",
+    )

@@ -140,7 +140,7 @@ class TrainEngine(Protocol):
         ...
 
     def drop_gradients(self) -> None:
-        """Drop all gradients since the last step, also those of a forward or backward that raised; no collective."""
+        """Drop all gradients since the last step, of a forward or backward that raised too; no collective."""
         ...
 
     def step(self) -> float:

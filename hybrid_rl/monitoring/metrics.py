@@ -19,7 +19,7 @@ class MetricsWriter:
     def __init__(self, run_dir: Path, resume_step: int = 0) -> None:
         """Open the files of a run, and delete the rows from `resume_step` on, which the run writes again.
 
-        Lines that are no rows are left out with a warning; the file with them is kept beside the new one. Half a line
+        Lines that are no rows are left out with a warning; the damaged file is kept under another name. Half a line
         at the end, which a killed process leaves, is left out without one.
         """
         from torch.utils.tensorboard import (
@@ -91,7 +91,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
             rows.append(row)
     if bad_lines:
         logger.warning(
-            "%s: %d lines are damaged, first line %d: they are left out; the file as it was is %s",
+            "%s: %d lines are damaged, first line %d: they are left out; the damaged file is kept as %s",
             path,
             len(bad_lines),
             bad_lines[0],

@@ -42,7 +42,7 @@ class RewardFolder:
         self._hidden: set[str] = set()  # names of reward files that mean an installed package
 
     def activate(self) -> None:
-        """Make this folder's modules importable, and those of the folder that was active no longer."""
+        """Make this folder's modules importable instead of the modules of the folder that was active."""
         active = RewardFolder._active
         if active is self:
             return

@@ -82,7 +82,7 @@ class MovingReference:
         """Read the weights that a snapshot wrote.
 
         Raises:
-            ConfigError: the folder holds none, or those of another model.
+            ConfigError: the folder holds no weights, or the weights of another model.
         """
         saved, weights = SavedTensors(folder), self._weights()
         saved.check_shapes({name: tuple(tensor.shape) for name, tensor in weights.items()})
@@ -133,7 +133,7 @@ class EmaWeights:
         """Read the weights that a snapshot wrote.
 
         Raises:
-            ConfigError: the folder holds none, or those of another model.
+            ConfigError: the folder holds no weights, or the weights of another model.
         """
         saved = SavedTensors(folder)
         if self._world.is_main:

@@ -48,7 +48,7 @@ def drop_gradients(engine: Any, *, zero_stage: int) -> None:
 
 
 def _drop_partitioned(zero: Any) -> None:
-    """Drop the gradients of ZeRO 1 and 2: those of the parameters, of the reduction buckets, and this rank's sums."""
+    """Drop the gradients of ZeRO 1 and 2: of the parameters, in the reduction buckets, and in this rank's sums."""
     zero.zero_grad()
     for bucket in zero.ipg_buckets.values():
         bucket.clear()
@@ -80,7 +80,7 @@ def _drop_sharded(zero: Any) -> None:
 
 
 def release_weights(engine: Any) -> None:
-    """Free the weights that ZeRO-3 has gathered, also those of layers whose forward or backward ended early.
+    """Free the weights that ZeRO-3 has gathered, for layers whose forward or backward ended early too.
 
     DeepSpeed predicts which weights a forward needs from the layers that ran before, so that record starts again.
     """

@@ -66,7 +66,7 @@ def accumulate(engine: TrainEngine, parts: Sequence[LossPart], limit: TokenLimit
     """Add the gradients of all parts, and return the sums of each micro-batch of this rank.
 
     Where a micro-batch of any rank runs out of memory, all ranks drop their gradients and start again with smaller
-    ones. Gradients and sums are those of a start with the smaller ones.
+    ones. Gradients and sums equal a start with the smaller ones.
 
     Raises:
         RunError: a micro-batch runs out of memory, and the step cannot start again.
