@@ -69,7 +69,7 @@ def read_argument(name: str, text: str, annotation: Any) -> Any:
 
 
 def read_item(name: str, text: str, annotation: Any) -> list[Any]:
-    """Return the items that an argument of `--<name>+` adds to a list: the items of a list, or one item without brackets.
+    """Return the items that an argument of `--<name>+` adds to a list: all of a list, or one without brackets.
 
     Raises:
         ConfigError: the argument is neither.

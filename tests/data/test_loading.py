@@ -147,14 +147,20 @@ def test_what_the_settings_leave_out_is_none(make_config: MakeConfig, tiny: Path
     assert data.scorer is None and data.reward_tokenizer is None and data.ptx_texts == []
 
 
+def copy_with_token(model: Path, folder: Path) -> int:
+    """Copy a model's folder, add the token `abc` to its tokenizer, and return the token's id."""
+    shutil.copytree(model, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["abc"])
+    tokenizer.save_pretrained(folder)
+    return tokenizer.convert_tokens_to_ids("abc")
+
+
 def test_a_reward_model_with_another_vocabulary_brings_its_tokenizer(
     make_config: MakeConfig, tiny: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "reward"
-    shutil.copytree(tiny / "reward", other)
-    tokenizer = AutoTokenizer.from_pretrained(other)
-    tokenizer.add_tokens(["abc"])
-    tokenizer.save_pretrained(other)
+    copy_with_token(tiny / "reward", other)
     data = load_data(make_config(models={"reward": str(other)}), ALONE)
     assert data.reward_tokenizer is not None and len(data.reward_tokenizer) == len(data.tokenizer) + 1
 
@@ -222,12 +228,8 @@ def test_ids_of_ptx_texts_above_the_actors_vocabulary_are_refused(
     make_config: MakeConfig, tiny: Path, tmp_path: Path
 ) -> None:
     actor = tmp_path / "actor"
-    shutil.copytree(tiny / "policy", actor)
-    tokenizer = AutoTokenizer.from_pretrained(actor)
-    tokenizer.add_tokens(["abc"])
-    tokenizer.save_pretrained(actor)
+    new = copy_with_token(tiny / "policy", actor)
     (tmp_path / "texts.jsonl").write_text('{"text": "1+1"}\n{"text": "1abc"}\n')
-    new = tokenizer.convert_tokens_to_ids("abc")
     with pytest.raises(ConfigError) as error:
         load_data(
             make_config(models={"actor": str(actor)}, ptx={"path": str(tmp_path / "texts.jsonl"), "coef": 0.1}), ALONE
