@@ -24,7 +24,6 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
-    "RunError",
     "SyncConfig",
     "UpdateConfig",
     "as_dict",
@@ -63,6 +62,9 @@ class RunConfig:
     eval_samples: int = 1
     """Responses per held-out prompt: 1 decodes greedily, more are sampled at `rollout.temperature` and also give
     pass@k."""
+    stall_timeout_s: float = 300.0
+    """Seconds without progress after which the run ends and names the process that it waits for: the rollout engine,
+    another rank, a scorer or a reward service."""
     profile_steps: tuple[int, int] | None = None
     """First and last step that Nsight Systems records, see profiling/nsys.sh; null records none."""
     stop_at_accuracy: float | None = None
@@ -350,10 +352,6 @@ class ConfigError(ValueError):
 
     def __str__(self) -> str:
         return "\n".join(self.messages)
-
-
-class RunError(RuntimeError):
-    """What ends a run after it has started, in one sentence with the remedy; the command exits with code 1."""
 
 
 class Findings:

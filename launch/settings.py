@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 from jsonargparse import ArgumentParser, set_dumper, set_loader, set_parsing_settings
 from yaml import YAMLError
 
-from hybrid_rl.config import Config, ConfigError, Findings, RunError, as_dict, check
+from hybrid_rl.config import Config, ConfigError, Findings, as_dict, check
+from hybrid_rl.errors import RunError
 from hybrid_rl.settings.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE
 from hybrid_rl.settings.types import with_settings
 from hybrid_rl.settings.yaml_format import dump, load
@@ -135,7 +136,7 @@ def print_error(error: object) -> None:
 
 @contextmanager
 def exit_on_config_error() -> Iterator[None]:
-    """Turn a ConfigError into one sentence per finding on stderr and exit code 2, and a RunError into exit code 1."""
+    """Turn a ConfigError into one sentence per finding on stderr and exit code 2, and a RunError into its exit code."""
     try:
         yield
     except ConfigError as error:
@@ -144,4 +145,4 @@ def exit_on_config_error() -> Iterator[None]:
         sys.exit(2)
     except RunError as error:
         print_error(error)
-        sys.exit(1)
+        sys.exit(error.exit_code)

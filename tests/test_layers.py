@@ -12,7 +12,7 @@ MODULES = sorted(
 )
 
 SPINE = {"run", "preflight", "build", "stages", "trainer"}  # compose the rooms, so they may import every one
-BASE = {"config", "batch", "distributed", "atomic"}
+BASE = {"config", "errors", "batch", "distributed", "atomic"}
 ROOMS: dict[str, set[str]] = {
     **{name: set() for name in BASE},
     "algorithms.specs": set(),  # a room of its own without torch, which processes that import config do not load
@@ -22,14 +22,14 @@ ROOMS: dict[str, set[str]] = {
     "settings": {"config", "algorithms.specs"},
     "validate": {"config", "algorithms.specs", "settings"},
     "monitoring": {*BASE, "settings"},
-    "memory": {"config", "distributed", "monitoring"},
-    "models": {"config", "batch", "distributed"},
-    "weights": {"config", "distributed", "monitoring"},
-    "checkpoints": {"config", "distributed", "atomic", "algorithms.specs", "models", "weights", "rewards"},
-    "rewards": {"config", "batch", "distributed", "algorithms", "models"},
-    "data": {"config", "batch", "distributed", "models", "rewards"},
-    "engines": {"config", "batch", "distributed", "checkpoints", "memory", "models", "weights"},
-    "planning": {"config", "distributed", "validate", "memory", "models", "weights"},
+    "memory": {"config", "errors", "distributed", "monitoring"},
+    "models": {"config", "errors", "batch", "distributed"},
+    "weights": {"config", "errors", "distributed", "monitoring"},
+    "checkpoints": {"config", "errors", "distributed", "atomic", "algorithms.specs", "models", "weights", "rewards"},
+    "rewards": {"config", "errors", "batch", "distributed", "algorithms", "models"},
+    "data": {"config", "errors", "batch", "distributed", "models", "rewards"},
+    "engines": {"config", "errors", "batch", "distributed", "checkpoints", "memory", "models", "weights"},
+    "planning": {"config", "errors", "distributed", "validate", "memory", "models", "weights"},
     "steps": {*BASE, "algorithms", "algorithms.specs", "checkpoints", "memory", "models", "weights", "engines"},
     "demo": {"config"},
 }

@@ -92,6 +92,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "run.eval_every_steps",
             "run.profile_steps",
             "run.stop_at_accuracy",
+            "run.stall_timeout_s",
         ),
         **_warns(
             "accuracies before and after do not compare, and best/ starts again",

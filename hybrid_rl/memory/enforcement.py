@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Mapping
 
-from hybrid_rl.config import MemoryConfig, RunError
+from hybrid_rl.config import MemoryConfig
+from hybrid_rl.errors import RunError
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hybrid_rl.config import Config, RunError
+from hybrid_rl.config import Config
 from hybrid_rl.distributed import World
+from hybrid_rl.errors import OutOfMemoryError
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +56,11 @@ class TokenLimit:
         """Lower the maximum to half of the smallest micro-batch that ran out of memory, and log the setting for it.
 
         Raises:
-            RunError: one of them has no second sequence that could be split off.
+            OutOfMemoryError: one of them has no second sequence that could be split off.
         """
         for shortage in shortages:
             if shortage.num_sequences < 2:
-                raise RunError(
+                raise OutOfMemoryError(
                     f"out of memory in {self.work} on rank {shortage.rank}: a sequence of {shortage.num_tokens} tokens "
                     f"does not fit alone; lower rollout.max_response_tokens, or set {SAVERS}"
                 )
@@ -72,11 +73,11 @@ class TokenLimit:
                 *(self.work, smallest.rank, smallest.num_sequences, smallest.num_tokens, self.tokens, self._remedy()),
             )
 
-    def end(self, shortage: Shortage) -> RunError:
+    def end(self, shortage: Shortage) -> OutOfMemoryError:
         """Return the error that ends the run where other ranks wait for this one in the middle of the work."""
         smaller = TokenLimit(shortage.num_tokens // 2, per_setting=self._per_setting, min_setting=self._min_setting)
         remedy = smaller._remedy() if shortage.num_sequences > 1 else SAVERS
-        return RunError(
+        return OutOfMemoryError(
             f"out of memory in {self.work} on rank {shortage.rank}: a micro-batch of {shortage.num_sequences} "
             f"sequences and {shortage.num_tokens} tokens does not fit, and it cannot start again, because other ranks "
             f"wait for this one in a collective; set {remedy}"
@@ -141,7 +142,7 @@ class Attempt:
             lengths: tokens of each sequence of the micro-batch.
             do_others_wait: whether other ranks may be in a collective that this rank joins in the body.
         Raises:
-            RunError: the body ran out of memory, and others wait.
+            OutOfMemoryError: the body ran out of memory, and others wait.
         """
         try:
             yield
@@ -164,7 +165,7 @@ class Attempt:
         """Return whether all micro-batches of all ranks fit; if not, lower the limit. A collective.
 
         Raises:
-            RunError: a micro-batch cannot be smaller.
+            OutOfMemoryError: a micro-batch cannot be smaller.
         """
         if self.do_all_have_room():
             return True

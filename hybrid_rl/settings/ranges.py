@@ -71,6 +71,7 @@ RANGES: dict[str, Range] = {
     "run.eval_samples": COUNT,
     "run.profile_steps": COUNT,
     "run.stop_at_accuracy": POSITIVE_FRACTION,
+    "run.stall_timeout_s": POSITIVE,
     "models.reference_sync_steps": COUNT_OR_ZERO,
     "models.reference_mixup_alpha": POSITIVE_FRACTION,
     "models.ema_decay": INNER_FRACTION,

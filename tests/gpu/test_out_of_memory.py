@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.batch import TrainBatch, make_train_batch
-from hybrid_rl.config import MemoryConfig, ModelsConfig, OptimizerConfig, RunError, UpdateConfig
+from hybrid_rl.config import MemoryConfig, ModelsConfig, OptimizerConfig, UpdateConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
+from hybrid_rl.errors import RunError
 from hybrid_rl.memory.device import DeviceMemory, grow_segments
 from hybrid_rl.memory.enforcement import GIB, Enforcement
 from hybrid_rl.memory.micro_batches import TokenLimit, free_memory

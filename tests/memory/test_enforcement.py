@@ -2,7 +2,8 @@
 
 import pytest
 
-from hybrid_rl.config import MemoryConfig, RunError
+from hybrid_rl.config import MemoryConfig
+from hybrid_rl.errors import RunError
 from hybrid_rl.memory.enforcement import GIB, Enforcement
 
 PLANNED = {"weights": 10 * GIB, "activations": 5 * GIB, "context": GIB, "optimizer": 24 * GIB}

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.batch import TrainBatch, make_train_batch
-from hybrid_rl.config import ModelsConfig, OptimizerConfig, PtxConfig, RunError, UpdateConfig
+from hybrid_rl.config import ModelsConfig, OptimizerConfig, PtxConfig, UpdateConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import FirstWait, TrainEngine
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
+from hybrid_rl.errors import RunError
 from hybrid_rl.memory.micro_batches import Shortage, TokenLimit
 from hybrid_rl.models.loading import load_actor, load_value_model
 from hybrid_rl.steps.logprobs import Packing, sequence_values, token_logprobs, token_values

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.batch import split
-from hybrid_rl.config import RunError
 from hybrid_rl.distributed import World
 from hybrid_rl.engines import FirstWait, TrainEngine
+from hybrid_rl.errors import OutOfMemoryError
 from hybrid_rl.memory.micro_batches import SAVERS, Attempt, TokenLimit, free_memory
 
 Sums = dict[str, Tensor]
@@ -69,7 +69,7 @@ def accumulate(engine: TrainEngine, parts: Sequence[LossPart], limit: TokenLimit
     ones. Gradients and sums equal a start with the smaller ones.
 
     Raises:
-        RunError: a micro-batch runs out of memory, and the step cannot start again.
+        OutOfMemoryError: a micro-batch runs out of memory, and the step cannot start again.
         FloatingPointError: the loss of a micro-batch is not finite; names its sequences.
     """
     while True:
@@ -91,14 +91,14 @@ def take_step(engine: TrainEngine, limit: TokenLimit) -> float:
     """Take the optimizer step, and return the gradient norm before clipping.
 
     Raises:
-        RunError: the step runs out of memory, whose need does not depend on micro-batches.
+        OutOfMemoryError: the step runs out of memory, whose need does not depend on micro-batches.
         FloatingPointError: the gradient norm is not finite.
     """
     try:
         return engine.step()
     except torch.OutOfMemoryError:
         message = f"out of memory in the optimizer step of {limit.work} on rank {limit.rank}; set {SAVERS}"
-        raise RunError(message) from None
+        raise OutOfMemoryError(message) from None
 
 
 _Done = tuple[str, Tensor, Sums]
