@@ -37,7 +37,7 @@ from hybrid_rl.models.packed import PackedModel, ValueModel
 from hybrid_rl.models.sequence_parallel import apply_together
 from hybrid_rl.monitoring.recorder import Recorder
 from hybrid_rl.planning.workload import forward_tokens
-from hybrid_rl.preflight import prepare_run, run_site
+from hybrid_rl.preflight import Prepared, prepare_run, run_site
 from hybrid_rl.rewards import RunningNormalizer
 from hybrid_rl.rewards.reencode import reencode
 from hybrid_rl.rewards.scoring import RewardSources
@@ -64,17 +64,17 @@ def build(config: Config) -> Run:
     world = join_world()
     if config.run.deterministic and world.device.type == "cuda":
         use_deterministic_kernels()
-    folder = RunFolder(config, world)
+    prepared = prepare_run(config, run_site(world))
+    assert prepared.folder
     try:
-        return build_in(folder, config, world)
+        return build_in(prepared.folder, prepared, world)
     except BaseException:
-        folder.close()
+        prepared.folder.close()
         raise
 
 
-def build_in(folder: RunFolder, config: Config, world: World) -> Run:
+def build_in(folder: RunFolder, prepared: Prepared, world: World) -> Run:
     """Return a run that is ready for its next step, in a folder that is locked; see build."""
-    prepared = prepare_run(config, run_site(world))
     config, plan, state = prepared.config, prepared.plan, prepared.state
     resume_from = folder.accept(prepared.start).checkpoint
     torch.manual_seed(config.run.seed)
@@ -291,7 +291,13 @@ def build_ptx(setup: Setup) -> PtxLoss | None:
     config, texts = setup.config, setup.data.ptx_texts
     if not texts:
         return None
-    return PtxLoss(texts, config.ptx, setup.data_parallel, seed=config.run.seed)
+    return PtxLoss(
+        [text.token_ids for text in texts],
+        config.ptx,
+        setup.data_parallel,
+        seed=config.run.seed,
+        undated_texts=[text.undated_token_ids or text.token_ids for text in texts],
+    )
 
 
 # Frozen models

@@ -1,5 +1,6 @@
 """Rendering of chat prompts by the chat template, and the text that it writes in the model's name."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,13 +15,13 @@ SENTINEL = "hybridrlresponse"
 """Content of an assistant's turn that shows where the template puts a response."""
 TURN = [{"role": "assistant", "content": SENTINEL}]
 NEXT_TURN = {"role": "user", "content": "and then"}
-OTHER_ROLES = ("assistant", "system", "developer")
-"""Roles whose message cannot be the last one, since the response would not answer it."""
 THINK_TAGS = ("<think>", "</think>")
 CLOCK = "strftime_now"
 """Function that transformers gives to chat templates, which returns the present date in a format."""
 FIXED_DAY = datetime(2000, 1, 1)
 
+Clock = Callable[[str], str]
+"""strftime format -> the date in this format."""
 Render = Callable[[Sequence[Message], bool], str]
 """(messages, whether the response follows) -> text."""
 
@@ -65,19 +66,17 @@ def render_chat(
     """Return a chat as its template renders it up to the start of the response.
 
     Raises:
-        ConfigError: there is no chat template or it refuses the messages; they end with another turn than the user's;
-            there are two system messages; or the template does not show where a response begins.
+        ConfigError: there is no chat template or it refuses the messages; they end with an assistant's turn; there
+            are two system messages; or the template does not show where a response begins.
     """
     source = chat_template_of(tokenizer, template, where)
     messages = _with_system_message(messages, config, template, where)
-    last = messages[-1]["role"]
     check(
-        last not in OTHER_ROLES,
-        f"{where}: its messages end with the role '{last}': end them with the user's, and put an assistant's answer "
-        "into prompts.answer_column",
+        messages[-1]["role"] != "assistant",
+        f"{where}: its messages end with the role 'assistant': put an assistant's answer into prompts.answer_column",
     )
 
-    def render(messages: Sequence[Message], is_prompt: bool, **variables: Callable[[str], str]) -> str:
+    def render(messages: Sequence[Message], is_prompt: bool, **variables: Clock) -> str:
         try:
             return tokenizer.apply_chat_template(
                 list(messages), chat_template=source, tokenize=False, add_generation_prompt=is_prompt, **variables
@@ -93,8 +92,18 @@ def render_chat(
         "the response cannot be told from the prompt: give another template with prompts.template_path",
     )
     assert prefill is not None
-    undated = render(messages, True, **{CLOCK: FIXED_DAY.strftime}) if CLOCK in source else None
+    undated = on_fixed_day(functools.partial(render, messages, True), source)
     return Chat(text=text, prefill=prefill, undated_text=undated)
+
+
+def on_fixed_day(render: Callable[..., str], source: str) -> str | None:
+    """Return what a chat template writes on a fixed day; None if it does not ask for the date.
+
+    Args:
+        render: called with functions that replace those of the template.
+        source: of the template.
+    """
+    return render(**{CLOCK: FIXED_DAY.strftime}) if CLOCK in source else None
 
 
 def find_prefill(text: str, messages: Sequence[Message], render: Render) -> str | None:

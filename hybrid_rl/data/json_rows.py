@@ -1,6 +1,7 @@
 """Data rows of JSON files: one object per line, or one array of objects."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -10,6 +11,8 @@ Row = dict[str, Any]
 """One data row: column name -> value."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 NEWLINE = b"\n"
+WHITE_SPACE = re.compile(r"[ \t\n\r]*")
+"""The white space of JSON."""
 
 
 def read_json_rows(path: Path, *, text_column: str, source: str) -> list[Row]:
@@ -70,11 +73,30 @@ def _check_is_row(rows: list[Row], text_column: str, source: str) -> None:
 
 
 def _read_array(path: Path, source: str) -> list[Row]:
-    rows = parse_json(decode(path.read_bytes().removeprefix(BYTE_ORDER_MARK), source), f"{source}: the file")
-    assert isinstance(rows, list)
-    for number, row in enumerate(rows):
-        check(isinstance(row, dict), f"{source}: row {number} is not a JSON object; each item of the array must be one")
+    """Return the rows of an array; whatever is wrong is named with its row."""
+    text = decode(path.read_bytes().removeprefix(BYTE_ORDER_MARK), source)
+    rows: list[Row] = []
+    place = _after_space(text, text.index("[") + 1)
+    is_done = text.startswith("]", place)
+    while not is_done:
+        where = f"{source}: row {len(rows)}"
+        row, place = _parse_value(text, place, where)
+        check(isinstance(row, dict), f"{where} is not a JSON object; each item of the array must be one")
+        rows.append(row)
+        place = _after_space(text, place)
+        is_done = text.startswith("]", place)
+        found = repr(text[place]) if place < len(text) else "the end of the file"
+        check(is_done or found == "','", f"{where} is not JSON: {found} follows it instead of a comma or ]")
+        place = _after_space(text, place + 1)
+    check(place == len(text), f"{source}: the file is not JSON: text follows the array, {text[place : place + 40]!a}")
     return rows
+
+
+def _after_space(text: str, place: int) -> int:
+    """Return the place of the first character from a place on that is not white space."""
+    found = WHITE_SPACE.match(text, place)
+    assert found is not None
+    return found.end()
 
 
 def decode(content: bytes, where: str) -> str:
@@ -97,6 +119,15 @@ def parse_json(text: str, where: str) -> Any:
     Raises:
         ConfigError: it is not JSON, has NaN or an infinite number, a key twice, or half of a surrogate pair.
     """
+    start = _after_space(text, 0)
+    value, end = _parse_value(text, start, where)
+    end = _after_space(text, end)
+    check(end == len(text), f"{where} is not JSON: text follows its value, {text[end : end + 40]!a}")
+    return value
+
+
+def _parse_value(text: str, start: int, where: str) -> tuple[Any, int]:
+    """Return the JSON value that starts at a place, and the place after it; see parse_json."""
 
     def refuse(name: str) -> NoReturn:
         raise ConfigError(f"{where} has {name}, which JSON does not allow: write null, or leave the key out")
@@ -109,8 +140,8 @@ def parse_json(text: str, where: str) -> Any:
         return found
 
     try:
-        value = json.loads(text, parse_constant=refuse, object_pairs_hook=unique)
-        if "\\u" in text:  # the only way to half of a surrogate pair, which no tokenizer takes
+        value, end = json.JSONDecoder(parse_constant=refuse, object_pairs_hook=unique).raw_decode(text, start)
+        if text.find("\\u", start, end) >= 0:  # the only way to half of a surrogate pair, which no tokenizer takes
             json.dumps(value, ensure_ascii=False).encode()
     except ConfigError:
         raise
@@ -118,4 +149,4 @@ def parse_json(text: str, where: str) -> Any:
         raise ConfigError(f"{where} has half of a surrogate pair, {error.object[error.start]!a}: remove it") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON: {error}") from error
-    return value
+    return value, end

@@ -10,7 +10,7 @@ from hybrid_rl.batch import Prompt
 from hybrid_rl.config import Config, Findings, check
 from hybrid_rl.data.prompts import PromptLoader, load_prompts, load_rows
 from hybrid_rl.data.template import Template, load_template
-from hybrid_rl.data.texts import load_texts
+from hybrid_rl.data.texts import Text, load_texts
 from hybrid_rl.distributed import World
 from hybrid_rl.models.checks import check_models
 from hybrid_rl.models.loading import load_config
@@ -38,8 +38,14 @@ class Data:
     """HTTP services that score responses; None if the settings list none."""
     reward_tokenizer: PreTrainedTokenizerBase | None
     """Tokenizer of the reward model; None if it is the actor's, or there is no reward model."""
-    ptx_texts: list[list[int]]
-    """Token ids of the texts of the language-model (ptx) loss; empty without it."""
+    ptx_texts: list[Text]
+    """Texts of the language-model (ptx) loss; empty without it."""
+
+    def close(self) -> None:
+        """End the processes of the rule functions."""
+        for scorer in (self.scorer, self.eval_scorer):
+            if scorer:
+                scorer.close()
 
 
 def load_data(config: Config, world: World) -> Data:
@@ -167,17 +173,18 @@ def _check_vocabulary(
             check(not wrong, f"rollout.stop_token_ids, EOS ids and stop_ids: id {wrong[:1]} {where}")
 
 
-def _check_ptx_vocabulary(config: Config, texts: list[list[int]]) -> None:
+def _check_ptx_vocabulary(config: Config, texts: list[Text]) -> None:
     """Check that the actor, the only model that reads the ptx texts, has their ids."""
     path = config.models.actor
     size = getattr(load_config(path, field="models.actor").get_text_config(), "vocab_size", None)
     if size is None:
         return
-    for number, token_ids in enumerate(texts):
+    for number, text in enumerate(texts):
+        highest = max(text.token_ids)
         check(
-            max(token_ids) < size,
-            f"ptx.path: row {number}: id {max(token_ids)} is not in the vocabulary of models.actor = {path}, which has "
-            f"{size} ids",
+            highest < size,
+            f"ptx.path: row {number}: id {highest} is not in the vocabulary of models.actor = {path}, which has {size} "
+            "ids",
         )
 
 

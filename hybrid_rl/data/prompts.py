@@ -23,6 +23,8 @@ from hybrid_rl.rewards.rules import import_reasoning_gym
 logger = logging.getLogger(__name__)
 
 TASK_PREFIX = "reasoning_gym:"
+MISSING = ("nan", "none", "null", "na", "n/a", "<na>")
+"""Texts that pandas, Python and spreadsheets write for the missing values of a column of numbers."""
 
 
 def load_rows(
@@ -56,6 +58,8 @@ def load_rows(
             is_task or config.answer_column is None or _answer_of(row, config, where) is not None,
             f"{where}: '{config.answer_column}' (prompts.answer_column) is empty",
         )
+    if not is_task and config.answer_column is not None:
+        _check_missing_numbers([str(row[config.answer_column]) for row in rows], config, source)
     return rows
 
 
@@ -267,6 +271,25 @@ def _answer_of(row: Row, config: PromptsConfig, where: str) -> str | None:
         f"{where}: '{config.answer_column}' (prompts.answer_column) is empty or not a finite number, got {text[:80]!r}",
     )
     return text
+
+
+def _check_missing_numbers(answers: list[str], config: PromptsConfig, source: str) -> None:
+    """Raise ConfigError if a word of MISSING is among answers that are numbers; among other texts it is an answer."""
+    missing = [number for number, text in enumerate(answers) if text.strip().casefold() in MISSING]
+    others = [text for text in answers if text.strip().casefold() not in MISSING]
+    if not missing or not all(map(_is_number, others)):
+        return
+    raise ConfigError(
+        f"{source}: row {missing[0]}: '{config.answer_column}' (prompts.answer_column) is {answers[missing[0]]!r}, and "
+        "the other answers are numbers, so that it stands for a missing one: give the number, or remove the row"
+    )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return isfinite(float(text.replace(",", "")))
+    except ValueError:
+        return False
 
 
 def _check_plain(config: PromptsConfig, template: Template, where: str) -> None:

@@ -1,18 +1,28 @@
 """Texts of the language-model (ptx) loss, as token ids."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.config import ConfigError, PtxConfig, check
-from hybrid_rl.data.chat import chat_template_of
+from hybrid_rl.data.chat import Clock, chat_template_of, on_fixed_day
 from hybrid_rl.data.files import column_of, is_chat, read_rows
 from hybrid_rl.data.template import Template
 from hybrid_rl.models.tokenizer import encode
 
 
-def load_texts(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """One row of `ptx.path`."""
+
+    token_ids: list[int]
+    undated_token_ids: list[int] | None
+    """Token ids of the same text on a fixed day; None if its chat template does not ask for the date."""
+
+
+def load_texts(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> list[Text]:
     """Return the token ids of every row of `ptx.path`, each with one EOS at its end, truncated to `max_tokens`.
 
     Chat messages are rendered by the tokenizer's chat template. A BOS that both the template and the tokenizer add
@@ -31,28 +41,40 @@ def load_texts(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> list[li
     for number, row in enumerate(rows):
         where = f"{source}: row {number}"
         value = column_of(row, config.column, field="ptx.column", where=where)
-        token_ids = _end_with_eos(tokenizer, _encode(tokenizer, value, config, where))[: config.max_tokens]
+        text, undated = _render(tokenizer, value, config, where)
+        token_ids = _encode(tokenizer, text, config)
         check(
             len(token_ids) >= 2,
             f"{where}: gives {len(token_ids)} of at most ptx.max_tokens = {config.max_tokens} tokens, needs 2 or more",
         )
-        texts.append(token_ids)
+        undated_token_ids = None if undated is None else _encode(tokenizer, undated, config)
+        texts.append(Text(token_ids=token_ids, undated_token_ids=undated_token_ids))
     return texts
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, value: Any, config: PtxConfig, where: str) -> list[int]:
-    if not isinstance(value, str):
-        check(
-            is_chat(value),
-            f"{where}: '{config.column}' (ptx.column) must be text, or a list of messages with text in `role` and "
-            f"`content`; got {str(value)[:80]!r}",
-        )
-        source = chat_template_of(tokenizer, Template(), where)
+def _render(tokenizer: PreTrainedTokenizerBase, value: Any, config: PtxConfig, where: str) -> tuple[str, str | None]:
+    """Return the text of a row, and the same text on a fixed day; None if it does not depend on the day."""
+    if isinstance(value, str):
+        return value, None
+    check(
+        is_chat(value),
+        f"{where}: '{config.column}' (ptx.column) must be text, or a list of messages with text in `role` and "
+        f"`content`; got {str(value)[:80]!r}",
+    )
+    source = chat_template_of(tokenizer, Template(), where)
+
+    def render(**variables: Clock) -> str:
         try:
-            value = tokenizer.apply_chat_template(value, chat_template=source, tokenize=False)
+            return tokenizer.apply_chat_template(value, chat_template=source, tokenize=False, **variables)
         except Exception as error:  # a template is a program of its own, which can raise anything
             raise ConfigError(f"{where}: the tokenizer's chat template refuses its messages: {error}") from error
-    return encode(tokenizer, value)
+
+    return render(), on_fixed_day(render, source)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, config: PtxConfig) -> list[int]:
+    """Return the token ids of a text with one EOS at its end, truncated to `max_tokens`."""
+    return _end_with_eos(tokenizer, encode(tokenizer, text))[: config.max_tokens]
 
 
 def _end_with_eos(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> list[int]:

@@ -24,19 +24,30 @@ class PtxLoss:
     Source: Ouyang et al. 2022 (InstructGPT, arXiv 2203.02155), the last term of equation 2.
     """
 
-    def __init__(self, texts: list[list[int]], config: PtxConfig, world: World, *, seed: int) -> None:
+    def __init__(
+        self,
+        texts: list[list[int]],
+        config: PtxConfig,
+        world: World,
+        *,
+        seed: int,
+        undated_texts: list[list[int]] | None = None,
+    ) -> None:
         """Start at the first text.
 
         Args:
             texts: token ids of each text, at least 2.
             world: ranks that hold different texts.
+            seed: of the order of the texts.
+            undated_texts: token ids of the same texts on a fixed day, which identify the stream on every day; None if
+                no text depends on the day.
         """
         self._texts = texts
         self._config = config
         self._world = world
         self._seed = seed
         self._position = 0
-        self._fingerprint = hashlib.sha256(repr((seed, texts)).encode()).hexdigest()[:16]
+        self._fingerprint = hashlib.sha256(repr((seed, undated_texts or texts)).encode()).hexdigest()[:16]
         self._epoch, self._order = -1, list[int]()
 
     def next_batch(self) -> "PtxBatch":

@@ -1,15 +1,21 @@
 """Chats end where the response begins, and what the template writes in the model's name is known."""
 
+import json
 from datetime import datetime
 
 import pytest
+import torch
 from transformers.utils import chat_template_utils
 
-from hybrid_rl.config import ConfigError, PromptsConfig
+from hybrid_rl.config import ConfigError, PromptsConfig, PtxConfig
 from hybrid_rl.data.prompts import PromptLoader, encode_prompt
+from hybrid_rl.data.texts import load_texts
+from hybrid_rl.distributed import World
 from hybrid_rl.rewards.rules import FUNCTIONS
+from hybrid_rl.steps.ptx import PtxLoss
 from tests.conftest import make_tokenizer
 
+ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 CHAT = [{"role": "user", "content": "2+2"}]
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 QWEN = (  # past turns with thoughts only after the last question of the user, as Qwen3
@@ -91,10 +97,22 @@ def test_the_default_of_several_templates_is_taken():
         encode_prompt(tokenizer, {"prompt": CHAT}, PromptsConfig(), prompt_id=3)
 
 
-@pytest.mark.parametrize("role", ["assistant", "system", "developer"])
-def test_messages_that_end_with_another_turn_than_the_users_are_refused(role):
-    with pytest.raises(ConfigError, match=f"row 3: its messages end with the role '{role}': end them with the user's"):
-        encode(CHATML, "<|im_start|>assistant\n", [*CHAT, {"role": role, "content": "4"}])
+def test_messages_that_end_with_an_assistants_turn_are_refused():
+    with pytest.raises(ConfigError, match="row 3: its messages end with the role 'assistant': put an assistant's answ"):
+        encode(CHATML, "<|im_start|>assistant\n", [*CHAT, {"role": "assistant", "content": "4"}])
+
+
+@pytest.mark.parametrize("role", ["user", "system", "developer", "tool"])
+def test_messages_that_end_with_any_other_turn_are_what_the_template_makes_of_them(role):
+    end = "<|im_start|>assistant\n<think>\n"
+    prompt = encode(CHATML, end, [*CHAT, {"role": role, "content": "4"}])
+    expected = f"<|im_start|>user\n2+2<|im_end|>\n<|im_start|>{role}\n4<|im_end|>\n{end}"
+    assert (prompt.text, prompt.prefill) == (expected, "<think>\n")
+    refusing = CHATML.replace(
+        "{{ m.role", "{% if m.role == '" + role + "' %}{{ raise_exception('no') }}{% endif %}{{ m.role"
+    )
+    with pytest.raises(ConfigError, match="row 3: the chat template refuses its messages: no"):
+        encode(refusing, end, [{"role": role, "content": "4"}])
 
 
 @pytest.mark.parametrize(
@@ -110,21 +128,25 @@ def test_a_key_that_only_other_rows_have_is_no_part_of_a_message():
     assert encode("{% for m in messages %}{{ m.keys() | list | length }}{% endfor %}", "", chat).text == "2"
 
 
+class Day(datetime):
+    """The date in the year year_now."""
+
+    year_now = 2031
+
+    @classmethod
+    def now(cls, tz=None):
+        return cls(cls.year_now, 5, 6, tzinfo=tz)
+
+
 def test_a_template_with_the_date_gives_the_same_data_set_on_another_day(monkeypatch):
-    class Day(datetime):
-        year_now = 2031
-
-        @classmethod
-        def now(cls, tz=None):
-            return cls(cls.year_now, 5, 6, tzinfo=tz)
-
     def prompt_of(question):
         dated = "{{ strftime_now('%Y') }} " + CHATML
         return encode(dated, "<|im_start|>assistant\n", [{"role": "user", "content": question}])
 
     monkeypatch.setattr(chat_template_utils, "datetime", Day)
+    monkeypatch.setattr(Day, "year_now", 2031)
     first = prompt_of("2+2")
-    Day.year_now = 2042
+    monkeypatch.setattr(Day, "year_now", 2042)
     second, other = prompt_of("2+2"), prompt_of("3+3")
     assert first.text.startswith("2031 ") and second.text.startswith("2042 ")  # the model reads the real date
     settings = {"batch_size": 1, "seed": 0, "shuffle": False}
@@ -132,3 +154,25 @@ def test_a_template_with_the_date_gives_the_same_data_set_on_another_day(monkeyp
     PromptLoader([second], **settings).load_state_dict(state)
     with pytest.raises(ConfigError, match="the data set is not the checkpoint's"):
         PromptLoader([other], **settings).load_state_dict(state)
+
+
+def test_ptx_texts_with_the_date_are_the_same_stream_on_another_day(monkeypatch, tmp_path):
+    def stream_of(answer):
+        turns = [*CHAT, {"role": "assistant", "content": answer}]
+        (tmp_path / "texts.jsonl").write_text(json.dumps({"text": turns}) + "\n")
+        tokenizer = make_tokenizer()
+        tokenizer.chat_template = "{{ strftime_now('%Y') }}=" + "{% for m in messages %}{{ m.content }}{% endfor %}"
+        config = PtxConfig(path=str(tmp_path / "texts.jsonl"))
+        texts = load_texts(config, tokenizer)
+        ids, undated = [text.token_ids for text in texts], [text.undated_token_ids for text in texts]
+        return tokenizer.decode(ids[0]), PtxLoss(ids, config, ALONE, seed=0, undated_texts=undated)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Day)
+    monkeypatch.setattr(Day, "year_now", 2031)
+    text, first = stream_of("4")
+    monkeypatch.setattr(Day, "year_now", 2042)
+    later_text, second = stream_of("4")
+    assert (text, later_text) == ("2031=2+24<eos>", "2042=2+24<eos>")  # the model reads the real date
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(ConfigError, match=r"ptx\.path = .*: with run\.seed = 0 the hash of its texts is"):
+        stream_of("5")[1].load_state_dict(first.state_dict())

@@ -78,7 +78,7 @@ def test_the_chat_template_of_a_conversation_template_is_the_tokenizers(
     config = make_config(prompts={"template_path": str(template), "chat": True})
     data = load_data(replace(config, ptx=PtxConfig(path=str(texts))), ALONE)
     ids = data.tokenizer("1+2=")["input_ids"]
-    assert data.ptx_texts == [[*ids, data.tokenizer.eos_token_id]]
+    assert [text.token_ids for text in data.ptx_texts] == [[*ids, data.tokenizer.eos_token_id]]
     assert data.loader.next_batch()[0].text == "0+0=="
 
 

@@ -1,9 +1,13 @@
 """Rows, token ids and order of prompts."""
 
 import json
+import math
 import sys
 from itertools import chain
 
+import pandas
+import pyarrow
+import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -102,6 +106,42 @@ def test_rows_that_lack_a_prompt_or_an_answer_are_named(text, settings, message,
     (tmp_path / "data.jsonl").write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_rows("data.jsonl", PromptsConfig(**settings), seed=0)
+
+
+NUMBERS = [1.5, None, 2.0]
+
+
+def write_numbers(path, kind):
+    """Write a column of floats with a missing value, as pyarrow, pandas and Python's csv module write it."""
+    prompts = [f"say {n}" for n in range(3)]
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": prompts, "answer": NUMBERS}), path)
+    elif kind == "NaN in parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": prompts, "answer": [1.5, math.nan, 2.0]}), path)
+    elif kind == "text in parquet":
+        table = pandas.DataFrame({"prompt": prompts, "answer": NUMBERS})
+        table.astype({"answer": str}).to_parquet(path)
+    elif kind == "pandas csv":
+        pandas.DataFrame({"prompt": prompts, "answer": NUMBERS}).to_csv(path, index=False)
+    else:
+        missing = {"csv": "", "nan in csv": "nan", "None in csv": "None"}[kind]
+        path.write_text(f"prompt,answer\nsay 0,1.5\nsay 1,{missing}\nsay 2,2.0\n")
+
+
+@pytest.mark.parametrize(
+    "kind", ["parquet", "NaN in parquet", "text in parquet", "pandas csv", "csv", "nan in csv", "None in csv"]
+)
+def test_a_missing_number_is_never_an_answer(kind, tmp_path):
+    path = tmp_path / ("data.parquet" if "parquet" in kind else "data.csv")
+    write_numbers(path, kind)
+    with pytest.raises(ConfigError, match=r"row 1: 'answer' \(prompts.answer_column\) is "):
+        load_rows(str(path), PromptsConfig(path=str(path)), seed=0)
+
+
+def test_a_word_for_a_missing_number_is_an_answer_among_other_texts(tmp_path):
+    path = tmp_path / "data.csv"
+    path.write_text("prompt,answer\nsay 1,1\nsay nan,NaN\nsay x,x\n")
+    assert [row["answer"] for row in load_rows(str(path), PromptsConfig(), seed=0)] == ["1", "NaN", "x"]
 
 
 def test_a_wrong_task_its_options_and_a_missing_package_are_named(monkeypatch):

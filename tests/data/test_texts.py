@@ -32,6 +32,10 @@ def write(folder: Path, *values: Any, column: str = "text") -> PtxConfig:
     return PtxConfig(path=str(path))
 
 
+def ids_of(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    return [text.token_ids for text in load_texts(config, tokenizer)]
+
+
 CHAT = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
 OPEN = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 CLOSED = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}<eos>\n{% endfor %}"
@@ -51,19 +55,19 @@ CLOSED = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}<eos>\n{% endf
 )
 def test_texts_and_chats_end_with_one_eos(tmp_path, value, adds_bos, template, expected):
     tokenizer = make_tokenizer(adds_bos=adds_bos, template=template)
-    assert load_texts(write(tmp_path, value), tokenizer) == [expected]
+    assert ids_of(write(tmp_path, value), tokenizer) == [expected]
 
 
 def test_long_texts_are_truncated_and_the_column_is_read(tmp_path):
     config = write(tmp_path, "abc", "abcdefgh", column="body")
     config = PtxConfig(path=config.path, column="body", max_tokens=4)
-    assert load_texts(config, make_tokenizer()) == [[3, 4, 5, 0], [3, 4, 5, 6]]
+    assert ids_of(config, make_tokenizer()) == [[3, 4, 5, 0], [3, 4, 5, 6]]
 
 
 def test_a_csv_field_may_hold_a_chat_as_json(tmp_path):
     path = tmp_path / "texts.csv"
     path.write_text('text\n"' + json.dumps(CHAT).replace('"', '""') + '"\n')
-    assert load_texts(PtxConfig(path=str(path)), make_tokenizer(template=OPEN)) == [[1, 3, 4, 2, 5, 6, 2, 0]]
+    assert ids_of(PtxConfig(path=str(path)), make_tokenizer(template=OPEN)) == [[1, 3, 4, 2, 5, 6, 2, 0]]
 
 
 @pytest.mark.parametrize(

@@ -69,15 +69,15 @@ def check_chat_prompt(rng: random.Random, folder: Path) -> None:
 
 def _make_odd(rng: random.Random, messages: list[dict[str, str]]) -> str | None:
     """Change the messages to an unusual order or ending, and return which; None leaves them."""
-    kind = rng.choice([None, None, None, "assistant end", "role", "two users", "system end", "only assistant"])
+    kind = rng.choice([None, None, None, "assistant end", "role", "two users", "other end", "only assistant"])
     if kind == "assistant end":
         messages.append({"role": "assistant", "content": "GOLD"})
     elif kind == "role":
         messages[0]["role"] = rng.choice(["tool", "developer", "User", ""])
     elif kind == "two users":
         messages.append({"role": "user", "content": "again"})
-    elif kind == "system end":
-        messages.append({"role": "system", "content": "Be brief."})
+    elif kind == "other end":
+        messages.append({"role": rng.choice(["system", "developer", "tool"]), "content": "Be brief."})
     elif kind == "only assistant":
         messages[:] = [{"role": "assistant", "content": "GOLD"}]
     return kind
@@ -113,8 +113,8 @@ def check_against_transformers(
     if not ids:
         check_refused(found, "messages that give no tokens")
         return
-    if messages[-1]["role"] in ("assistant", "system", "developer"):
-        check_refused(found, "messages that end with another turn than the user's")
+    if messages[-1]["role"] == "assistant":
+        check_refused(found, "messages that end with an assistant's turn")
         return
     assert isinstance(found, Prompt), f"refuses {messages}: {found}"
     if drawn.adds_bos and ids[0] != bos:
