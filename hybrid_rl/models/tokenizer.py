@@ -53,16 +53,15 @@ def _ids_of_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[Any, ...]:
 
 
 def eos_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return every id that ends a response, sorted: the tokenizer's EOS and those of the folder's generation config.
-
-    A folder whose generation config names none takes those that its config.json names, as transformers does.
+    """Return every id that ends a response, sorted: the ids that tokenizer, generation_config.json or config.json name.
 
     Raises:
         ConfigError: none of the sources names one, or a file of the folder cannot be read.
     """
-    from_folder = _named_eos(path, GENERATION_CONFIG_NAME) or _named_eos(path, CONFIG_NAME)
-    found = sorted({i for i in [*from_folder, tokenizer.eos_token_id] if i is not None})
-    check(bool(found), f"models.actor = {path}: neither tokenizer nor generation config names an EOS token")
+    named = [*_named_eos(path, GENERATION_CONFIG_NAME), *_named_eos(path, CONFIG_NAME), tokenizer.eos_token_id]
+    found = sorted({i for i in named if i is not None})
+    files = f"{GENERATION_CONFIG_NAME} nor {CONFIG_NAME}"
+    check(bool(found), f"models.actor = {path}: neither the tokenizer nor {files} names an EOS token")
     return found
 
 

@@ -188,6 +188,9 @@ def check_tokenizer_folder(rng: random.Random, folder: Path) -> None:
     shutil.copytree(whole_folder("llama"), path)
     ids = rng.choice([0, 5, [5, 0], [7]])
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    in_config = rng.choice([0, 3, [4, 0]])
+    config = json.loads((path / "config.json").read_text()) | {"eos_token_id": in_config}
+    (path / "config.json").write_text(json.dumps(config))
     name = rng.choice(["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
     how = rng.choice([None, None, "cut", "garbage", "empty", "list", "delete"])
     data = (path / name).read_bytes()
@@ -203,7 +206,9 @@ def check_tokenizer_folder(rng: random.Random, folder: Path) -> None:
         (path / name).unlink()
     found = outcome(lambda: eos_token_ids(str(path), load_tokenizer(str(path))), str(path))
     if how is None:
-        expected = sorted({0, *(ids if isinstance(ids, list) else [ids])})
+        expected = sorted(
+            {0, *[i for named in (ids, in_config) for i in (named if isinstance(named, list) else [named])]}
+        )
         assert found == expected, f"{found} instead of {expected}"
     elif how != "delete":
         check_refused(found, f"{how} of {name}")

@@ -26,8 +26,10 @@ def test_eos_ids_are_those_of_tokenizer_and_generation_config(tiny, tmp_path, ge
     assert eos_token_ids(str(tmp_path), load_tokenizer(str(tiny / "policy"))) == expected
 
 
-@pytest.mark.parametrize("generation, expected", [(None, [0, 6, 8]), ({}, [0, 6, 8]), ({"eos_token_id": 3}, [0, 3])])
-def test_config_json_names_the_eos_ids_where_the_generation_config_names_none(tiny, tmp_path, generation, expected):
+@pytest.mark.parametrize(
+    "generation, expected", [(None, [0, 6, 8]), ({}, [0, 6, 8]), ({"eos_token_id": 3}, [0, 3, 6, 8])]
+)
+def test_eos_ids_are_the_union_of_all_sources_where_they_disagree(tiny, tmp_path, generation, expected):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": [6, 8]}))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
