@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from hybrid_rl.batch import make_train_batch
-from hybrid_rl.config import Config, ConfigError, ModelsConfig, RunConfig, as_dict
+from hybrid_rl.config import Config, ConfigError, ModelsConfig, PromptsConfig, RewardConfig, RunConfig, as_dict
 from hybrid_rl.distributed import World
 from hybrid_rl.monitoring.recorder import Recorder
 from tests.conftest import make_rollout
@@ -72,6 +72,24 @@ def test_a_finished_run_says_so_in_one_line(
     with Recorder(config, ALONE, ALONE) as recorder:
         recorder.open(4)
     assert f"all 3 steps of {config.run_dir} are done: nothing to train\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        (None, "accuracy on held.jsonl is judged by math (chosen, since run.eval_function is null)"),
+        ("last_number", "accuracy on held.jsonl is judged by last_number (run.eval_function)"),
+    ],
+)
+def test_the_first_line_names_the_function_of_the_evaluation(config, given, expected, capsys):
+    config = replace(
+        config,
+        run=replace(config.run, eval_function=given),
+        prompts=PromptsConfig(path="p", eval_path="held.jsonl"),
+        reward=RewardConfig(functions=["think_format", "math"]),
+    )
+    write_steps(config, 1, 1)
+    assert capsys.readouterr().out.splitlines()[0] == expected
 
 
 def test_a_resumed_run_writes_its_steps_once(config: Config) -> None:
