@@ -4,19 +4,27 @@
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from hybrid_rl.checkpoints.find import read_state
-from hybrid_rl.checkpoints.run_folder import decide_together
+from hybrid_rl.checkpoints.lock import check_unlocked
+from hybrid_rl.checkpoints.run_folder import RunFolder, decide_together
 from hybrid_rl.checkpoints.start import Start
 from hybrid_rl.config import Config, ConfigError, Findings, check
 from hybrid_rl.data.loading import Data, load_data
 from hybrid_rl.distributed import World
-from hybrid_rl.memory.tenants import check_pool
+from hybrid_rl.machine.disk import check_space, check_temporary_folder, check_writable, folder_bytes
+from hybrid_rl.machine.gpus import check_gpu, check_torch_build
+from hybrid_rl.machine.host import check_buckets, check_memory, check_open_files, why_little_shared_memory
+from hybrid_rl.machine.network import check_loopback
+from hybrid_rl.machine.packages import check_compilers, check_packages
+from hybrid_rl.memory.tenants import check_pool, uses_pool
 from hybrid_rl.models.loading import choose_dtype
 from hybrid_rl.planning.plan import Machine, Plan
+from hybrid_rl.planning.run_bytes import disk_uses, host_uses
 from hybrid_rl.planning.shapes import Shapes, read_shapes
 from hybrid_rl.planning.startup import measure_machine, plan_run
 from hybrid_rl.validate import check_ranks, validate
@@ -39,16 +47,28 @@ class Site:
     """Devices of the run, with the least memory that is available on any of them."""
     is_here: bool = True
     """Whether this process is on the machine of the run."""
+    starts: bool = False
+    """Whether the run starts, and so locks its folder; otherwise nothing is written."""
 
     @property
     def is_cpu(self) -> bool:
         """Whether the run has no GPU."""
         return self.world.device.type == "cpu"
 
+    @property
+    def num_ranks_here(self) -> int:
+        """Ranks of this node."""
+        return self.ranks_on_nodes[self.world.rank]
+
+    @property
+    def checks_node(self) -> bool:
+        """Whether this rank is the one that checks its node."""
+        return self.is_here and self.world.local_rank == 0
+
 
 def run_site(world: World) -> Site:
-    """Return the site of the ranks of a run; a collective."""
-    return Site(world=world, ranks_on_nodes=world.ranks_on_nodes(), machine=measure_machine(world))
+    """Return the site of the ranks of a run that starts; a collective."""
+    return Site(world=world, ranks_on_nodes=world.ranks_on_nodes(), machine=measure_machine(world), starts=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +84,8 @@ class Prepared:
     """Whether the rollout engine's parameters are views of the trainer's."""
     start: Start
     """How the run starts from what lies in its folder."""
+    folder: RunFolder | None
+    """The run's folder, locked; None for a run that is only checked."""
     state: dict[str, Any]
     """State of the checkpoint that it continues from, with the number of finished steps as `step`."""
 
@@ -84,23 +106,59 @@ class Checks(Findings):
             return None
 
 
-def prepare_run(config: Config, site: Site) -> Prepared:
+def prepare_run(config: Config, site: Site, *, known: Sequence[str] = ()) -> Prepared:
     """Return what a run needs before its models load; a collective.
+
+    Args:
+        config: settings, in which the names of the demo's models and data are paths.
+        site: where the run starts.
+        known: earlier findings, which are raised together with the others.
 
     Raises:
         ConfigError: everything that was found, on every rank with the findings of all.
     """
     checks = Checks()
-    checks.run(lambda: validate(config))
+    checks.messages += known
+    config = checks.run(lambda: validate(config)) or config
+    folder = checks.run(lambda: _open_folder(config, site))
+    try:
+        return _prepare_in(folder, config, site, checks)
+    except BaseException:
+        if folder is not None:
+            folder.close()
+        raise
+
+
+def _open_folder(config: Config, site: Site) -> RunFolder | None:
+    """Return the locked folder of a run that starts, and None for one that is only checked.
+
+    Raises:
+        ConfigError: another run has locked the folder, or it cannot be written.
+    """
+    if site.starts:
+        return RunFolder(config, site.world)
+    if site.is_here:
+        check_unlocked(config.run_dir)
+        check_writable(config.run_dir, f"run.dir, run.name = {config.run_dir}")
+    return None
+
+
+def _prepare_in(folder: RunFolder | None, config: Config, site: Site, checks: Checks) -> Prepared:
+    """Return what a run needs before its models load; see prepare_run."""
     checks.run(
         lambda: check_ranks(config, num_ranks=site.machine.num_ranks, ranks_on_nodes=site.ranks_on_nodes),
     )
+    _check_machine(checks, config, site)
     checks.run(lambda: _check_device(config, site))
     data = checks.run(lambda: load_data(config, site.world))
     shapes = checks.run(lambda: read_shapes(config))
     plan = checks.run(lambda: plan_run(config, shapes, site.machine, is_cpu=site.is_cpu)) if shapes else None
     is_aliased = checks.run(lambda: _aliases_weights(config, shapes, site)) if shapes else None
     start = checks.run(lambda: _find_start(config, data, site.world))
+    if shapes and plan and site.checks_node:
+        _check_memory(checks, config, shapes, plan, site, is_aliased=bool(is_aliased))
+        if site.world.is_main:
+            checks.run(lambda: _check_disk(config, shapes, site, start[0] if start else None))
     raise_together(checks, site.world)
     assert data and shapes and plan and start and is_aliased is not None
     return Prepared(
@@ -110,7 +168,45 @@ def prepare_run(config: Config, site: Site) -> Prepared:
         plan=plan,
         aliases_weights=is_aliased,
         start=start[0],
+        folder=folder,
         state=start[1],
+    )
+
+
+def _check_machine(checks: Checks, config: Config, site: Site) -> None:
+    """Check what does not depend on the models: packages, devices, folders, ports."""
+    if not site.is_here:
+        return
+    checks.run(check_torch_build if site.is_cpu else partial(check_gpu, site.world.device, config.models))
+    if site.checks_node:
+        for checked in (check_packages, check_temporary_folder, check_loopback, check_open_files):
+            checks.run(checked)
+
+
+def _check_memory(checks: Checks, config: Config, shapes: Shapes, plan: Plan, site: Site, *, is_aliased: bool) -> None:
+    """Check that the host memory of this node has room, and that what DeepSpeed compiles can be compiled."""
+    num_ranks, device = site.num_ranks_here, site.world.device
+    dtype_bytes = choose_dtype(config.models.dtype, device).itemsize
+    host = host_uses(config, shapes, plan, num_ranks=num_ranks, dtype_bytes=dtype_bytes, is_cpu=site.is_cpu)
+    checks.run(lambda: check_memory(host))
+    if site.is_cpu:
+        aliased = dtype_bytes * shapes.actor.num_params * is_aliased
+        bucket = aliased or sum(a.num_bytes for a in plan.allocations if a.name == "staging bucket")
+        checks.run(lambda: check_buckets(bucket, num_ranks=num_ranks))
+    elif reason := why_little_shared_memory(num_ranks):
+        logger.warning("%s", reason)
+    offloads = not site.is_cpu and config.memory.swap != "off" and not uses_pool(config.memory.swap, device)
+    checks.run(lambda: check_compilers(config, offloads_with_deepspeed=offloads))
+
+
+def _check_disk(config: Config, shapes: Shapes, site: Site, start: Start | None) -> None:
+    """Check that the disk of the run's folder has room; files that the run replaces are given back."""
+    dtype = choose_dtype(config.models.dtype, site.world.device)
+    replaced = [] if start is None or start.is_moved_aside else ["checkpoints", "export"]
+    check_space(
+        config.run_dir,
+        disk_uses(config, shapes, dtype_bytes=dtype.itemsize),
+        reused_bytes=sum(folder_bytes(config.run_dir / name) for name in replaced),
     )
 
 

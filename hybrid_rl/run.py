@@ -105,7 +105,5 @@ class Run:
         gc.unfreeze()
         self.saver.close()
         self.engine.close()
-        for scorer in (self.data.scorer, self.data.eval_scorer):
-            if scorer:
-                scorer.close()
+        self.data.close()
         self.folder.close()

@@ -28,7 +28,6 @@ from hybrid_rl.stages import (
     update_critic,
     update_reference,
 )
-from hybrid_rl.validate import validate
 
 
 def train(config: Config) -> Metrics:
@@ -37,7 +36,7 @@ def train(config: Config) -> Metrics:
     Raises:
         ConfigError: a setting or an input file cannot work; before any model loads.
     """
-    run = build(validate(config))
+    run = build(config)
     try:
         with run.recorder:
             return loop(run)

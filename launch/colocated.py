@@ -4,6 +4,7 @@ python launch/colocated.py                                    the embedded demo
 python launch/colocated.py --config my.yaml                   a run of your own
 python launch/colocated.py --config my.yaml --update.actor.lr 1e-6
 python launch/colocated.py --help                             every setting
+python launch/colocated.py check --config my.yaml             all mistakes that show before a model loads
 python launch/colocated.py plan --config my.yaml --gpus 8     memory and time of a run, without a GPU
 python launch/colocated.py --from-openrlhf "$(cat train.sh)" > my.yaml
 """
@@ -26,6 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]  # so that a checkout runs wit
 from jsonargparse.typing import PositiveInt  # noqa: E402
 
 from hybrid_rl.config import Config, check  # noqa: E402
+from hybrid_rl.machine.visible_devices import VARIABLE, name_of_rank  # noqa: E402
 from launch.settings import (  # noqa: E402
     SettingsParser,
     exit_on_config_error,
@@ -34,6 +36,7 @@ from launch.settings import (  # noqa: E402
     read_settings,
 )
 
+NUM_PROCESSES = "Ranks; null takes one per visible GPU, or one on a CPU."
 AGENT_TIMEOUT_S = 5.0
 """How long a rank that has lost another waits for torch's agent to end it: the other one has printed the reason."""
 
@@ -56,7 +59,7 @@ class Translate(Action):
 def parse(arguments: list[str] | None = None) -> tuple[Config, int | None]:
     """Return the settings of the run and the number of processes, None for one per visible GPU; see read_settings."""
     parser = make_translating_parser()
-    parser.add_argument("--num_processes", type=int | None, default=None, help="Ranks; null takes one per visible GPU.")
+    parser.add_argument("--num_processes", type=int | None, default=None, help=NUM_PROCESSES)
     config, settings = read_settings(parser, sys.argv[1:] if arguments is None else arguments)
     return config, settings.num_processes
 
@@ -82,22 +85,55 @@ def plan(arguments: list[str]) -> bool:
     parser.add_argument("--gpus", type=PositiveInt, default=1, help="GPUs of a node.")
     parser.add_argument("--nodes", type=PositiveInt, default=1, help="Nodes.")
     config, settings = read_settings(parser, arguments)
+    from launch.plan import show_plan
+
+    choose_accelerator()
+    return show_plan(prepare(config), parse_machine(settings))
+
+
+def parse_machine(settings: Namespace) -> Any:
+    """Return the machine that `--gpus`, `--gpu-memory` and `--nodes` describe.
+
+    Raises:
+        ConfigError: the memory is not a size.
+    """
     from hybrid_rl.planning.plan import Machine
-    from launch.plan import parse_bytes, show_plan
+    from launch.plan import parse_bytes
 
     memory = parse_bytes(settings.gpu_memory, field="--gpu-memory")
-    machine = Machine(gpu_memory_bytes=memory, num_gpus=settings.gpus, num_nodes=settings.nodes)
+    return Machine(gpu_memory_bytes=memory, num_gpus=settings.gpus, num_nodes=settings.nodes)
+
+
+def check_only(arguments: list[str]) -> None:
+    """Print what a run would start with, on this machine or on the GPUs that the arguments describe; loads no model.
+
+    Raises:
+        SystemExit: an argument cannot be read; with code 2, after one sentence on stderr.
+        ConfigError: everything that is wrong and can be known before a model loads.
+    """
+    parser = make_translating_parser()
+    parser.add_argument("--num_processes", type=int | None, default=None, help=NUM_PROCESSES)
+    parser.add_argument("--gpus", type=int | None, default=None, help="GPUs of a node of another machine.")
+    parser.add_argument("--gpu-memory", default="80GiB", help="Memory of a GPU of the other machine.")
+    parser.add_argument("--nodes", type=PositiveInt, default=1, help="Nodes of the other machine.")
+    config, settings = read_settings(parser, arguments)
+    from launch.check import check_run_elsewhere, check_run_here
+
     choose_accelerator()
-    return show_plan(prepare(config), machine)
+    if settings.gpus is None:
+        check(settings.nodes == 1, f"--nodes {settings.nodes}: needs --gpus, the GPUs of a node")
+        lines = check_run_here(config, settings.num_processes)
+    else:
+        lines = check_run_elsewhere(config, parse_machine(settings))
+    print("\n".join(lines))
 
 
 def run_rank(config: Config) -> None:
     """Train as the rank that torch's environment variables name; the process sees the GPU of this rank alone."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     is_alone = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 1
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not is_alone:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local_rank] if visible else str(local_rank)
+        os.environ[VARIABLE] = name_of_rank(os.environ, local_rank)
     from transformers.utils.logging import disable_progress_bar
 
     from hybrid_rl.distributed import leave_world
@@ -132,13 +168,8 @@ def choose_accelerator() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
-def launch(config: Config, num_processes: int | None) -> None:
+def launch(config: Config, num_processes: int) -> None:
     """Run one process per rank under torch's elastic agent; a single rank runs in this process."""
-    num_gpus = num_visible_gpus()
-    num_processes = num_processes or max(1, num_gpus)
-    check(
-        not num_gpus or num_processes <= num_gpus, f"--num_processes {num_processes}: only {num_gpus} GPUs are visible"
-    )
     if num_processes == 1:
         run_rank(config)
         return
@@ -178,9 +209,14 @@ def main() -> None:
     with exit_on_config_error():
         if sys.argv[1:2] == ["plan"]:
             sys.exit(0 if plan(sys.argv[2:]) else 1)
+        if sys.argv[1:2] == ["check"]:
+            check_only(sys.argv[2:])
+            return
         config, num_processes = parse()
+        from launch.check import start_checked
+
         choose_accelerator()
-        launch(prepare(config), num_processes)
+        launch(*start_checked(config, num_processes))
 
 
 if __name__ == "__main__":

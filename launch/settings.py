@@ -121,12 +121,17 @@ def prepare(config: Config) -> Config:
     Raises:
         ConfigError: a setting cannot work.
     """
+    return with_demo(validate(config))
+
+
+def with_demo(config: Config) -> Config:
+    """Return the settings with paths in place of the names of the demo's models and data, which are built if needed."""
     from transformers.utils.logging import disable_progress_bar  # imported here, so that --help need not wait
 
     from hybrid_rl.demo import resolve_demo
 
     disable_progress_bar()  # of the demo's models, which are saved and loaded in a moment
-    return resolve_demo(validate(config))
+    return resolve_demo(config)
 
 
 def print_error(error: object) -> None:

@@ -12,23 +12,28 @@ MODULES = sorted(
 )
 
 SPINE = {"run", "preflight", "build", "stages", "trainer"}  # compose the rooms, so they may import every one
-BASE = {"config", "errors", "batch", "distributed", "atomic"}
+BASE = {"config", "errors", "batch", "distributed", "atomic", "serialization", "exchange"}
 ROOMS: dict[str, set[str]] = {
     **{name: set() for name in BASE},
+    "atomic": {"errors"},
     "algorithms.specs": set(),  # a room of its own without torch, which processes that import config do not load
-    "config": {"algorithms.specs", "config_training"},
+    "config": {"algorithms.specs", "config_operation", "config_training"},
+    "config_operation": set(),
     "config_training": {"algorithms.specs"},
+    "exchange": {"config", "errors", "serialization"},
+    "distributed": {"exchange"},
     "algorithms": {"batch", "algorithms.specs"},
     "settings": {"config", "algorithms.specs"},
     "validate": {"config", "algorithms.specs", "settings"},
     "monitoring": {*BASE, "settings"},
-    "memory": {"config", "errors", "distributed", "monitoring"},
+    "memory": {"config", "errors", "distributed", "machine", "monitoring"},
+    "machine": {"config", "errors", "distributed"},
     "models": {"config", "errors", "batch", "distributed"},
     "weights": {"config", "errors", "distributed", "monitoring"},
-    "checkpoints": {"config", "errors", "distributed", "atomic", "algorithms.specs", "models", "weights", "rewards"},
-    "rewards": {"config", "errors", "batch", "distributed", "algorithms", "models"},
-    "data": {"config", "errors", "batch", "distributed", "models", "rewards"},
-    "engines": {"config", "errors", "batch", "distributed", "checkpoints", "memory", "models", "weights"},
+    "checkpoints": {*BASE, "algorithms.specs", "models", "weights", "rewards"},
+    "rewards": {"config", "errors", "batch", "distributed", "serialization", "algorithms", "models"},
+    "data": {"config", "errors", "batch", "distributed", "serialization", "models", "rewards"},
+    "engines": {"config", "errors", "batch", "distributed", "checkpoints", "machine", "memory", "models", "weights"},
     "planning": {"config", "errors", "distributed", "validate", "memory", "models", "weights"},
     "steps": {*BASE, "algorithms", "algorithms.specs", "checkpoints", "memory", "models", "weights", "engines"},
     "demo": {"config"},
@@ -40,9 +45,9 @@ HEAVY = {
     "deepspeed": "hybrid_rl/engines/deepspeed/",
     "peft": "hybrid_rl/models/lora.py",
     "ray": "launch/ray_cluster.py",
-    "pynvml": "hybrid_rl/memory/device.py",
+    "pynvml": ("hybrid_rl/memory/device.py", "hybrid_rl/machine/gpus.py"),
 }
-"""Package that takes seconds to import -> the folder or file that may import it."""
+"""Package that takes seconds to import, or opens the driver -> the folder or files that may import it."""
 MOVERS = ("hybrid_rl/memory/phases.py", "hybrid_rl/memory/tenants.py")
 CALLERS = {"phase": ("hybrid_rl/trainer.py",), "release": MOVERS, "restore": MOVERS}
 """Method of the memory manager or of a tenant -> the files that may call it."""

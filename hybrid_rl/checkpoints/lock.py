@@ -54,6 +54,18 @@ class RunLock:
         self._file.close()
 
 
+def check_unlocked(run_dir: Path) -> None:
+    """Check that no run holds the lock of a folder, which need not exist; creates nothing.
+
+    Raises:
+        ConfigError: another run holds it.
+    """
+    path = run_dir / LOCK_FILE
+    if path.is_file():
+        with path.open("r+") as file:
+            _lock(file, run_dir, 0.0)
+
+
 def _lock(file: TextIO, run_dir: Path, patience_s: float) -> None:
     """Lock an open file, and wait for its holder for some seconds."""
     deadline = time.monotonic() + patience_s

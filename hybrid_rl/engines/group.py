@@ -9,6 +9,7 @@ import torch
 
 from hybrid_rl.distributed import World
 from hybrid_rl.engines import Generation, RolloutEngine, Sampling
+from hybrid_rl.machine.visible_devices import name_of_rank
 from hybrid_rl.weights.bucket import Slot, device_key, joint_handle
 from hybrid_rl.weights.protocols import TensorSlice
 
@@ -21,9 +22,7 @@ def visible_name(device: torch.device) -> str:
     """Return the name of a GPU that every process of the node can put into CUDA_VISIBLE_DEVICES; `cpu` for the CPU."""
     if device.type == "cpu":
         return "cpu"
-    names = os.environ.get("CUDA_VISIBLE_DEVICES")
-    index = device.index or 0
-    return names.split(",")[index] if names else str(index)
+    return name_of_rank(os.environ, device.index or 0)
 
 
 class GroupEngine:

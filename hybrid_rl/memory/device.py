@@ -5,12 +5,11 @@ from collections.abc import Mapping
 
 import torch
 
+from hybrid_rl.machine.allocator import ALLOCATOR_VARIABLES, SWITCHED
 from hybrid_rl.memory.enforcement import Enforcement
 from hybrid_rl.monitoring.timeline import Timeline
 from hybrid_rl_kernels.vmm_pool import released_bytes
 
-ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Environment variables with settings of PyTorch's allocator, under the old name and the new one."""
 OWN_CONTEXT_BYTES = 1 << 30
 """Upper estimate of what this process itself holds before it loads a model."""
 
@@ -47,7 +46,7 @@ def _foreign_bytes(device: torch.device) -> int:
 
 def without_expandable_segments(value: str) -> str:
     """Return an allocator setting of PyTorch without its expandable_segments part."""
-    return ",".join(part for part in value.split(",") if part.strip().split(":")[0].strip() != "expandable_segments")
+    return ",".join(part for part in value.split(",") if part.strip().split(":")[0].strip() != SWITCHED)
 
 
 def grow_segments(device: torch.device, *, is_on: bool) -> None:

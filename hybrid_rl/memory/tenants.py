@@ -114,6 +114,11 @@ def check_pool(swap: str, device: torch.device) -> None:
         check(not obstacle, f"memory.swap = vmm: {obstacle}")
 
 
+def uses_pool(swap: str, device: torch.device) -> bool:
+    """Return whether a value of memory.swap moves tenants by the native pool."""
+    return swap in ("auto", "vmm") and device.type == "cuda" and not vmm_pool.why_unavailable()
+
+
 def choose_pool(swap: str, device: torch.device) -> VmmPool | None:
     """Return the pool for a value of memory.swap; None if DeepSpeed's offload moves the optimizer, or nothing moves.
 

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from hybrid_rl.memory.device import ALLOCATOR_VARIABLES, without_expandable_segments
+from hybrid_rl.machine.allocator import ALLOCATOR_VARIABLES
+from hybrid_rl.memory.device import without_expandable_segments
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DEFAULTS = {

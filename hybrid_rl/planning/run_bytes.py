@@ -1,0 +1,65 @@
+"""Bytes that a run writes to its folder, and that it takes of the node's memory."""
+
+from hybrid_rl.config import Config
+from hybrid_rl.planning.plan import Plan
+from hybrid_rl.planning.shapes import ModelShape, Shapes
+
+
+def checkpoint_bytes(config: Config, shapes: Shapes, *, dtype_bytes: int) -> int:
+    """Return the size of a checkpoint: three float32 per trained element, the EMA, and a reference that moves."""
+    trained = [12 * _num_trained(shape, config) for shape in (shapes.actor, shapes.critic) if shape]
+    average = 4 * shapes.actor.num_params if config.models.ema_decay is not None else 0
+    moves = bool(config.models.reference_sync_steps and shapes.reference)
+    reference = dtype_bytes * shapes.reference.num_params if moves and shapes.reference else 0
+    return sum(trained) + average + reference
+
+
+def _num_trained(shape: ModelShape, config: Config) -> int:
+    lora = config.models.lora
+    return shape.num_adapted(lora) if lora.rank else shape.num_params
+
+
+def disk_uses(config: Config, shapes: Shapes, *, dtype_bytes: int) -> dict[str, int]:
+    """Return use -> bytes of a run's largest files, when the checkpoints that it keeps and one more exist."""
+    actor, number = dtype_bytes * shapes.actor.num_params, config.checkpoint.keep_last + 1
+    copies = config.checkpoint.export * (1 + (config.models.ema_decay is not None)) + config.checkpoint.keep_best
+    checkpoints = (
+        number * checkpoint_bytes(config, shapes, dtype_bytes=dtype_bytes) * bool(config.checkpoint.every_steps)
+    )
+    return {f"{number} checkpoints": checkpoints, "exports": actor * copies}
+
+
+def host_uses(
+    config: Config, shapes: Shapes, plan: Plan, *, num_ranks: int, dtype_bytes: int, is_cpu: bool
+) -> dict[str, int]:
+    """Return use -> bytes of a node's memory that are needed at the same time; a lower bound.
+
+    On a GPU, models load while the pinned copies exist, and checkpoints are copied later; the larger of the two counts.
+    On a CPU, the tenants of every rank lie in the node's memory.
+
+    Args:
+        plan: the run's plan.
+        num_ranks: ranks of the node.
+        dtype_bytes: bytes of an element of parameters.
+        is_cpu: whether the run has no GPU.
+    """
+    models = (shapes.actor, shapes.critic, shapes.reference, shapes.reward)
+    largest = max(shape.num_params for shape in models if shape)
+    nodes = max(1, plan.machine.num_ranks // num_ranks)
+    is_saving = bool(config.checkpoint.every_steps)
+    copies = checkpoint_bytes(config, shapes, dtype_bytes=dtype_bytes) // nodes * is_saving
+    average = 4 * shapes.actor.num_params if config.models.ema_decay is not None else 0
+    if is_cpu:
+        tenants = max(
+            sum(a.num_bytes for a in plan.allocations if a.name in plan.residency and phase in a.phases)
+            for phase in {phase for a in plan.allocations for phase in a.phases}
+        )
+        return {
+            "models, optimizers and KV cache": num_ranks * tenants,
+            "copies for a checkpoint": copies,
+            "EMA": average,
+        }
+    pinned = num_ranks * sum(allocation.host_bytes for allocation in plan.allocations)
+    loading = num_ranks * dtype_bytes * largest
+    larger = {"loading a model on every rank": loading} if loading > copies else {"copies for a checkpoint": copies}
+    return {"what phases move off the GPU": pinned, **larger, "EMA": average}
