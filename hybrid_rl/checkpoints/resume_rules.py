@@ -93,6 +93,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "run.profile_steps",
             "run.stop_at_accuracy",
             "run.stall_timeout_s",
+            "run.keep_rollouts",
+            "run.prometheus_port",
         ),
         **_warns(
             "accuracies before and after do not compare, and best/ starts again",
@@ -254,6 +256,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         **_may_change(
             "it holds for the checkpoints and exports to come",
             "checkpoint.every_steps",
+            "checkpoint.on_sigterm",
+            "checkpoint.grace_s",
             "checkpoint.async_save",
             "checkpoint.phase_log",
             "checkpoint.keep_last",

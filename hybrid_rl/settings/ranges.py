@@ -72,6 +72,8 @@ RANGES: dict[str, Range] = {
     "run.profile_steps": COUNT,
     "run.stop_at_accuracy": POSITIVE_FRACTION,
     "run.stall_timeout_s": POSITIVE,
+    "run.keep_rollouts": COUNT,
+    "run.prometheus_port": Range(1024, 65535),
     "models.reference_sync_steps": COUNT_OR_ZERO,
     "models.reference_mixup_alpha": POSITIVE_FRACTION,
     "models.ema_decay": INNER_FRACTION,
@@ -132,6 +134,7 @@ RANGES: dict[str, Range] = {
     "sync.num_verified": COUNT_OR_ZERO,
     "checkpoint.every_steps": COUNT_OR_ZERO,
     "checkpoint.keep_last": COUNT,
+    "checkpoint.grace_s": POSITIVE,
 }
 """Setting -> range of its number, or of every number in its list."""
 

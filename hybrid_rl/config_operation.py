@@ -1,0 +1,100 @@
+"""The settings of operation: the run, its memory, weight sync and checkpoints. Import them from `hybrid_rl.config`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Length, name, evaluation and seed of a run."""
+
+    name: str = "demo"
+    """Name of the run's folder in `dir`, without a slash."""
+    dir: str = "runs"
+    """Parent folder of all runs."""
+    num_steps: int = 100
+    """Number of steps; a step generates, scores, updates and synchronises the weights once."""
+    seed: int = 0
+    """Seed of weight initialisation, prompt order and sampling, below 2**32; every rank and every request derives its
+    own."""
+    deterministic: bool = False
+    """Use only GPU kernels that repeat their results bit for bit, so that two runs with one seed and as many ranks give
+    the same metrics and rollouts; slower. A CPU needs no such kernels."""
+    resume: Literal["never", "auto", "must"] = "auto"
+    """Continue from the latest checkpoint: never, if there is one (auto), or exit with an error if there is none
+    (must)."""
+    eval_every_steps: int = 10
+    """Steps between evaluations on `prompts.eval_path`, which also precede step 1 and follow the last step; 0 disables
+    them."""
+    eval_function: str | None = None
+    """Rule function of an evaluation, named as in `reward.functions`; a response with a score of at least 1 is correct.
+    null takes the function of `reward.functions` with the largest weight, think_format only if it is alone, else
+    exact_match."""
+    eval_samples: int = 1
+    """Responses per held-out prompt: 1 decodes greedily, more are sampled at `rollout.temperature` and also give
+    pass@k."""
+    stall_timeout_s: float = 300.0
+    """Seconds without progress after which the run ends and names the process that it waits for: the rollout engine,
+    another rank, a scorer or a reward service."""
+    keep_rollouts: int | None = None
+    """Number of steps whose rollouts stay in `rollouts/`; null keeps all."""
+    prometheus_port: int | None = None
+    """Port of 127.0.0.1 at which `/metrics` has the metrics of the last step for Prometheus; null opens none."""
+    profile_steps: tuple[int, int] | None = None
+    """First and last step that Nsight Systems records, see profiling/nsys.sh; null records none."""
+    stop_at_accuracy: float | None = None
+    """Accuracy of an evaluation, in (0, 1], that ends the run with a checkpoint; null runs all steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """What is released from the GPU between phases, and how the use of the GPU is compared with its plan."""
+
+    swap: Literal["auto", "vmm", "deepspeed", "off"] = "auto"
+    """vmm: the engine sleeps; optimizer state, weights and frozen models move to the host by the native pool.
+    deepspeed: the engine sleeps; optimizer state moves by DeepSpeed's offload, and frozen models move; weights stay.
+    off: nothing moves, as on a CPU. auto: only what would not fit moves, by vmm where it is built, else by
+    deepspeed."""
+    enforce: Literal["off", "warn", "stop"] = "warn"
+    """What happens where a phase takes more of the GPU than its plan and the margin: nothing, a warning per phase, or
+    the end of the run after the phase with exit code 1. Checkpoints stay, so that the run can resume."""
+    enforce_margin: float = 0.1
+    """Part of the plan by which a phase may exceed it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncConfig:
+    """How new weights reach the rollout engine, and how the transfer is verified."""
+
+    mode: Literal["auto", "alias", "copy"] = "auto"
+    """alias: the engine's parameters are views of the trainer's, so that nothing is copied. copy: weights pass through
+    a bucket. auto: alias where ZeRO stage, adapters and architecture allow it, else copy; the run logs the reason."""
+    bucket_bytes: int = 1 << 30
+    """Size in bytes of the bucket, at most the model's; it grows to hold any one tensor in half of it."""
+    num_verified: int = 8
+    """Number of tensors whose checksums are compared after each sync, in rotation; the first sync compares all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is saved, and how often."""
+
+    every_steps: int = 50
+    """Steps between checkpoints, with one after the last step; 0 saves none."""
+    on_sigterm: bool = False
+    """Write a checkpoint of the last finished step at SIGTERM, then exit with code 75. In SYNC, ROLLOUT and scoring the
+    step is given up at the end of the phase, later it is finished."""
+    grace_s: float = 30.0
+    """Seconds from SIGTERM until the checkpoint must be complete; the run then ends, in the worst case without it."""
+    async_save: bool = True
+    """Write while the next step runs; false waits. Both first copy the trained state to the host, 12 bytes per
+    parameter."""
+    phase_log: bool = False
+    """Keep rollouts and rewards of the steps after the last checkpoint on disk, so that a restart does not generate
+    them again."""
+    keep_last: int = 2
+    """Number of checkpoints to keep; older ones are deleted when a newer one is complete."""
+    keep_best: bool = False
+    """Export the actor to `best/` after every evaluation whose accuracy exceeds all earlier ones."""
+    export: bool = True
+    """Write the final actor and its tokenizer as a Hugging Face folder."""
