@@ -146,7 +146,6 @@ def sync_weights(engine: RolloutEngine, tensors: Mapping[str, Tensor]) -> None:
     plan = plan_buckets([(name, tuple(t.shape), t.dtype) for name, t in tensors.items()], 1 << 30)
     bucket = IpcBucket(bucket_bytes(plan), torch.device("cpu"))
     engine.open_bucket(bucket.handle(), plan)
-    bucket.unlink()
     for slot in plan[0]:
         slot.view(bucket.tensor).copy_(tensors[slot.name])
     engine.load_bucket(0)

@@ -47,10 +47,6 @@ class AliasBuffer:
         """Return the handle and the layout for one engine; on a GPU each result can be opened once."""
         return AliasedWeights(handle=self._bucket.handle(), slots=self.slots)
 
-    def unlink(self) -> None:
-        """Remove the buffer's name once every process has opened it; see IpcBucket.unlink."""
-        self._bucket.unlink()
-
     def moved(self) -> list[str]:
         """Return the names of the parameters that are no longer in the buffer and that the engine does not follow."""
         base = self._bucket.tensor.data_ptr()

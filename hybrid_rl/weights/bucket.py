@@ -1,6 +1,7 @@
 """Buckets: buffers through which weights pass from the trainer's process to the engine's, and their plans."""
 
 import atexit
+import errno
 import inspect
 import itertools
 import os
@@ -10,9 +11,12 @@ import tempfile
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import IO
 
 import torch
 from torch import Tensor
+
+from hybrid_rl.errors import OutOfMemoryError
 
 _ALIGNMENT_BYTES = 256  # alignment of CUDA allocations; any dtype can be viewed at a multiple of it
 _LARGE_BYTES = 4 << 20  # tensors from this size on are copied one by one; see copy_tensors
@@ -128,13 +132,30 @@ def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(*small)
 
 
-def _roomy_folder(num_bytes: int) -> str:
-    """Return the folder for a mapped file of that size: /dev/shm, which containers limit, or the temporary folder."""
+def _reserved_file(num_bytes: int) -> IO[bytes]:
+    """Return a file without a name whose pages exist, in /dev/shm, which containers limit, or the temporary folder.
+
+    Raises:
+        OutOfMemoryError: neither folder has room.
+    """
     folders = [folder for folder in ("/dev/shm", tempfile.gettempdir()) if os.access(folder, os.W_OK)]
     for folder in folders:
-        if shutil.disk_usage(folder).free > num_bytes:
-            return folder
-    raise OSError(f"no room for a bucket of {num_bytes} bytes in {' or '.join(folders)}; lower sync.bucket_bytes")
+        if shutil.disk_usage(folder).free <= num_bytes:
+            continue
+        file = tempfile.TemporaryFile(prefix="hybrid_rl_", dir=folder)  # noqa: SIM115
+        try:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)  # without pages, a full folder ends a write in SIGBUS
+        except OSError as error:
+            file.close()
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+                raise
+        else:
+            return file
+    sizes = " and ".join(f"{folder} has {shutil.disk_usage(folder).free:,}" for folder in folders)
+    raise OutOfMemoryError(
+        f"the bucket through which weights pass needs {num_bytes:,} bytes of shared memory, but {sizes} bytes free: "
+        "enlarge /dev/shm (docker run --shm-size) or, with sync.mode = copy, lower sync.bucket_bytes"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,20 +167,33 @@ class AliasedWeights:
 
 
 class IpcBucket:
-    """A uint8 buffer that another process can open: through CUDA IPC on a GPU, as a mapped file on a CPU."""
+    """A uint8 buffer that another process can open: through CUDA IPC on a GPU, as a mapped file on a CPU.
+
+    The file has no name, so nothing is left of it however the processes end.
+    """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self._path: str | None = None
+        """Allocate the buffer.
+
+        Raises:
+            OutOfMemoryError: neither /dev/shm nor the temporary folder has room, on a CPU.
+        """
+        self._file: IO[bytes] | None = None
         if device.type == "cuda":
             self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         else:
-            with tempfile.NamedTemporaryFile(prefix="hybrid_rl_", dir=_roomy_folder(num_bytes), delete=False) as file:
-                self._path = file.name
+            self._file = _reserved_file(num_bytes)
             self.tensor = torch.from_file(self._path, shared=True, size=num_bytes, dtype=torch.uint8)
+
+    @property
+    def _path(self) -> str:
+        """Path by which processes of the same user open the file, as long as this bucket exists."""
+        assert self._file is not None
+        return f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
 
     def handle(self) -> bytes:
         """Return the argument of open_ipc_bucket; on a GPU it can be opened once, because torch counts opens."""
-        if self._path is not None:
+        if self._file is not None:
             return pickle.dumps((self._path, len(self.tensor)))
         from torch.multiprocessing.reductions import reduce_tensor
 
@@ -167,12 +201,6 @@ class IpcBucket:
         _EXPORTED.add(self.tensor.untyped_storage())
         _, arguments = reduce_tensor(self.tensor)
         return pickle.dumps((os.getpid(), id(self.tensor), arguments))
-
-    def unlink(self) -> None:
-        """Remove the file's name once every process has opened it; the memory lives as long as its mappings."""
-        if self._path is not None:
-            os.unlink(self._path)
-            self._path = None
 
 
 def device_key(device: torch.device, worker: int) -> str:

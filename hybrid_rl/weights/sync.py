@@ -66,7 +66,6 @@ class CopySync:
         ]
         """For each bucket the names of its tensors, and the views of the buffer that they are copied to."""
         engine.open_bucket(self._bucket.handle(), self._plan)
-        self._bucket.unlink()
 
     def sync(self) -> SyncReport:
         """Copy all weights, drop what the engine computed with older ones, and verify some or all of them.
@@ -108,7 +107,6 @@ class AliasSync:
         self._timeline = timeline
         self._verifier = Verifier(trainer, engine, config)
         self.alias_buffer = alias_buffer
-        alias_buffer.unlink()
 
     def sync(self) -> SyncReport:
         """Wait for the optimizer step, drop what the engine computed with older weights, and verify weights.

@@ -80,7 +80,6 @@ def synced(engine: HuggingFaceEngine, folder: str) -> HuggingFaceEngine:
         for slot in plan[0]:
             slot.view(bucket.tensor).copy_(tensors[slot.name])
     engine.open_bucket(bucket.handle(), plan)
-    bucket.unlink()
     engine.load_bucket(0)
     engine.finish_sync()
     return engine

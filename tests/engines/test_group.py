@@ -95,7 +95,6 @@ def rank_of_two(folder: Path, tiny: Path) -> None:
     found["too early"] = error_of(lambda: engine.generate(PROMPTS[mine], SAMPLED, SEEDS[mine]))
     bucket = IpcBucket(1 << 20, CPU)
     fill(engine, bucket, tiny)
-    bucket.unlink()
     found["engines"], found["version"] = len(made), engine.weights_version
     found["seeded"] = [asdict(g) for g in engine.generate(PROMPTS[mine], SAMPLED, SEEDS[mine])]
     if world.rank == 1:  # rank 0 has no prompts and does not seed
@@ -137,7 +136,6 @@ def test_the_engine_is_started_once_with_the_names_of_all_devices(both):
 def test_every_rank_gets_the_responses_of_a_separate_engine(both, tiny):
     alone, bucket = CountingEngine(tiny), IpcBucket(1 << 20, CPU)
     fill(alone, bucket, tiny)
-    bucket.unlink()
     expected = alone.generate(PROMPTS, SAMPLED, SEEDS)
     found = [Generation(**fields) for rank in both for fields in rank["seeded"]]
     assert [len(rank["seeded"]) for rank in both] == [FIRST, 1]
@@ -201,8 +199,6 @@ def test_each_worker_opens_the_bucket_of_its_device():
     assert [open_ipc_bucket(joint, CPU, worker=i).tolist() for i in range(2)] == [[1] * 8, [2] * 8]
     with pytest.raises(RuntimeError, match="no bucket for engine worker 2 on cpu 2, only on cpu 0, cpu 1"):
         open_ipc_bucket(joint, CPU, worker=2)
-    for bucket in buckets:
-        bucket.unlink()
 
 
 @pytest.mark.parametrize(

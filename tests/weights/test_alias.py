@@ -68,14 +68,12 @@ def test_steps_equal_those_without_the_buffer_and_show_through_it(tiny, world, s
         assert torch.equal(slot.view(seen), expected[slot.name]), slot.name
         assert not torch.equal(expected[slot.name], before[slot.name])
     assert alias_buffer.moved() == []
-    alias_buffer.unlink()
 
 
 def test_deepspeed_keeps_no_second_copy_of_the_weights(tiny, world):
     trainer, alias_buffer = make(tiny, world, stage=2, dtype="bfloat16")
     flat = {group.untyped_storage().data_ptr() for group in trainer.wrapped.optimizer.bit16_groups_flat}
     assert flat == {alias_buffer.ordered()[0].untyped_storage().data_ptr()}
-    alias_buffer.unlink()
 
 
 def test_a_moved_weight_is_named(tiny, world):
@@ -84,13 +82,11 @@ def test_a_moved_weight_is_named(tiny, world):
     parameter = trainer.model.get_parameter(name)
     parameter.data = parameter.data.clone()
     assert alias_buffer.moved() == [name]
-    alias_buffer.unlink()
 
 
 def test_a_deepspeed_version_that_copies_is_an_error(tiny, world, monkeypatch):
     actor = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
     alias_buffer = AliasBuffer(actor.model, world)
-    alias_buffer.unlink()
     with (
         pytest.raises(RuntimeError, match=r"moved model\.embed_tokens\.weight out of the alias buffer"),
         flat_parameters_in(alias_buffer),
@@ -101,7 +97,6 @@ def test_a_deepspeed_version_that_copies_is_an_error(tiny, world, monkeypatch):
 def test_tensors_in_another_order_are_an_error(tiny, world):
     actor = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
     alias_buffer = AliasBuffer(actor.model, world)
-    alias_buffer.unlink()
     ordered = [p.data for p in alias_buffer.ordered() if p.ndim >= 2]
     assert alias_buffer.flat_view(ordered).numel() == sum(p.numel() for p in ordered)
     with pytest.raises(RuntimeError, match="not where the layout of the alias buffer has it"):
@@ -129,7 +124,6 @@ def train(tiny: Path, world: World, stage: int) -> dict:
         step(trainer)
         step(plain)
     seen = open_ipc_bucket(alias_buffer.export().handle, CPU)
-    alias_buffer.unlink()
     aliased = {slot.name: slot.view(seen).clone() for slot in alias_buffer.slots}
     return {"aliased": aliased, "plain": weights(plain), "moved": alias_buffer.moved()}
 

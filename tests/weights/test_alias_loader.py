@@ -56,7 +56,6 @@ for family in sys.argv[2:]:
                     initialize_model_parallel(1, 1)
                     is_first = False
                 engine = get_model(vllm_config=settings)
-            alias_buffer.unlink()
             names = [slot.name for slot in alias_buffer.slots]
             with torch.no_grad():  # after the parameters became aliases: nothing is copied from here on
                 for i, parameter in enumerate(alias_buffer.ordered()):

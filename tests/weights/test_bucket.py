@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_rl.errors import OutOfMemoryError
 from hybrid_rl.weights.bucket import IpcBucket, bucket_bytes, copy_tensors, open_ipc_bucket, plan_buckets, plan_halves
 from hybrid_rl.weights.checksum import checksum
 
@@ -22,7 +23,7 @@ from hybrid_rl.weights.bucket import open_ipc_bucket
 from hybrid_rl.weights.checksum import checksum
 bucket = open_ipc_bucket(bytes.fromhex(sys.argv[1]), torch.device("cpu"))
 print(checksum(bucket), flush=True)
-sys.stdin.readline()  # the parent has removed the file's name and filled the bucket anew
+sys.stdin.readline()  # the parent has filled the bucket anew
 print(checksum(bucket), flush=True)
 bucket[-1] = 99
 """
@@ -120,16 +121,15 @@ def test_successive_buckets_never_overlap_and_no_tensor_is_lost(sizes, num_bytes
 
 
 def mapped_files() -> set[str]:
-    """Return the bucket files that this process maps; removed files appear as `... (deleted)`."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return {line.split(maxsplit=5)[5] for line in lines if "hybrid_rl_" in line.split("/")[-1]}
+    """Return the inodes of the files in /dev/shm that this process maps."""
+    rows = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    return {row[4] for row in rows if row[-1].startswith("/dev/shm/")}
 
 
 def test_a_bucket_is_opened_by_another_process():
     before = mapped_files()
     bucket = IpcBucket(1000, CPU)
-    (path,) = mapped_files() - before
-    assert path.startswith("/dev/shm/") and Path(path).stat().st_size == 1000
+    assert len(mapped_files() - before) == 1
     bucket.tensor.copy_(torch.arange(1000) % 251)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     child = subprocess.Popen(
@@ -141,8 +141,6 @@ def test_a_bucket_is_opened_by_another_process():
     )
     try:
         assert int(child.stdout.readline()) == checksum(bucket.tensor)
-        bucket.unlink()
-        assert not Path(path).exists()
         bucket.tensor.fill_(7)
         child.stdin.write("\n")
         child.stdin.flush()
@@ -154,7 +152,6 @@ def test_a_bucket_is_opened_by_another_process():
         child.wait()
         child.stdin.close()
         child.stdout.close()
-    bucket.unlink()  # a second time does nothing
     del bucket
     assert not mapped_files() - before
 
@@ -162,6 +159,26 @@ def test_a_bucket_is_opened_by_another_process():
 def test_a_bucket_opens_in_its_own_process_too():
     bucket = IpcBucket(16, CPU)
     opened = open_ipc_bucket(bucket.handle(), CPU)
-    bucket.unlink()
     opened[3] = 5
     assert bucket.tensor[3] == 5
+
+
+def test_a_bucket_has_no_name_that_a_killed_process_could_leave():
+    before = set(os.listdir("/dev/shm"))
+    bucket = IpcBucket(1000, CPU)
+    assert set(os.listdir("/dev/shm")) - before == set()
+    assert bucket.tensor.sum() == 0
+
+
+def test_the_memory_of_a_bucket_is_reserved():
+    """A page that /dev/shm cannot hold would end a later write in SIGBUS."""
+    before = mapped_files()
+    bucket = IpcBucket(1 << 20, CPU)
+    (inode,) = mapped_files() - before
+    (path,) = [path for path in Path("/proc/self/fd").iterdir() if path.exists() and str(path.stat().st_ino) == inode]
+    assert path.stat().st_blocks * 512 >= len(bucket.tensor)
+
+
+def test_a_bucket_without_room_is_one_sentence():
+    with pytest.raises(OutOfMemoryError, match=r"the bucket .* needs [\d,]+ bytes of shared memory, but /dev/shm has"):
+        IpcBucket(1 << 50, CPU)
