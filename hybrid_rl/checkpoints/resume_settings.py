@@ -1,4 +1,4 @@
-"""Compares the settings and models of a run that continues with those in its checkpoint. Imports no torch."""
+"""Compares settings, models and reward files of a run that continues with its checkpoint. Imports no torch."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_rl.checkpoints.resume_rules import BY_CONTENT, EVALUATION, MAY_CHANGE, REFUSED, RULES, Rule
-from hybrid_rl.config import Config, as_dict
+from hybrid_rl.config import Config, ConfigError, as_dict
+from hybrid_rl.rewards.loading import reward_file_hashes
 
 REMEDY = "or start a new run with another run.name, or with run.resume = never, which moves this one aside"
 
@@ -104,6 +105,36 @@ def compare_models(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Chan
     warned = [f"models.reward from {_yaml(paths[0])} to {_yaml(paths[1])} (rewards have another meaning)"]
     is_changed = bool(saved) and (paths[0] is None) != (paths[1] is None)
     return Changes(refused=tuple(refused), warned=tuple(warned if is_changed else ()))
+
+
+def reward_files(config: Config) -> dict[str, str]:
+    """Return name -> SHA-256 of its file for each reward function that is not built in.
+
+    A name without a file is left out: the load of the reward functions refuses it.
+    """
+    found = dict[str, str]()
+    evaluation = [config.run.eval_function] if config.run.eval_function else []
+    for name in [*config.reward.functions, *evaluation]:
+        try:
+            found |= reward_file_hashes([name])
+        except ConfigError:
+            continue
+    return found
+
+
+def compare_reward_files(saved: Mapping[str, str], present: Mapping[str, str], config: Config) -> Changes:
+    """Compare the content of reward files; a function that only one has is a matter of the settings.
+
+    Args:
+        saved, present: what reward_files returned.
+        config: settings of the run that continues.
+    """
+    edited = [name for name in sorted(saved.keys() & present.keys()) if saved[name] != present[name]]
+    return Changes(
+        refused=(),
+        warned=tuple(f"the file of {name} was edited (rewards may have another meaning)" for name in edited),
+        is_other_evaluation=config.eval_function in edited,
+    )
 
 
 def _short(model: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from hybrid_rl.atomic import free_name, set_aside, write_atomically
 from hybrid_rl.checkpoints.lock import LOCK_FILE, RunLock
 from hybrid_rl.checkpoints.model_content import ModelContents
-from hybrid_rl.checkpoints.resume_settings import plain_settings
+from hybrid_rl.checkpoints.resume_settings import plain_settings, reward_files
 from hybrid_rl.checkpoints.start import RECORD, Start, decide_start
 from hybrid_rl.config import Config
 from hybrid_rl.distributed import World
@@ -40,6 +40,7 @@ class RunFolder:
         self._lock: RunLock | None = None
         self._start: Start | None = None
         self._hashing: ModelContents | None = None
+        self._reward_files: dict[str, str] = {}
         world.run_on_main(self._take_lock)
 
     def _take_lock(self) -> None:
@@ -52,19 +53,22 @@ class RunFolder:
             start: what `decide_together` returned.
         """
         self._start = start = self._world.run_on_main(lambda: tidy(self._config.run_dir, start))
+        if self._world.is_main:
+            self._reward_files = reward_files(self._config)
         if self._world.is_main and start.models is None:
             self._hashing = ModelContents(self._config)
         return start
 
     def identity(self) -> dict[str, Any]:
-        """Return the run's id, settings and models for its files; {} on ranks other than 0, which write none.
+        """Return the run's id, settings, models and hashes of reward files for its files; {} on ranks other than 0.
 
         Waits until the models are hashed.
         """
         if not self._world.is_main:
             return {}
         models = {role: {k: model[k] for k in ("path", "content")} for role, model in self._models().items()}
-        return {"id": self.run_id, "settings": plain_settings(self._config), "models": models}
+        settings = plain_settings(self._config)
+        return {"id": self.run_id, "settings": settings, "models": models, "reward_files": self._reward_files}
 
     @property
     def run_id(self) -> str:

@@ -10,11 +10,17 @@ from typing import Any
 
 from hybrid_rl.checkpoints.find import find_newest, list_checkpoints, read_state
 from hybrid_rl.checkpoints.model_content import model_contents
-from hybrid_rl.checkpoints.resume_settings import Changes, compare, compare_models
+from hybrid_rl.checkpoints.resume_settings import (
+    Changes,
+    compare,
+    compare_models,
+    compare_reward_files,
+    reward_files,
+)
 from hybrid_rl.config import Config, ConfigError, check
 
 RECORD = "run.json"
-"""File with the run's id, settings and models."""
+"""File with the run's id, settings, models and hashes of reward files."""
 PRODUCTS = (
     "metrics.jsonl",
     "rollouts",
@@ -117,13 +123,14 @@ def _restart(config: Config, record: Mapping[str, Any]) -> Start:
 def _compare(
     config: Config, saved: Mapping[str, Any], record: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], Changes]:
-    """Return the present models, and how settings and models differ from the saved ones.
+    """Return the present models, and how settings, models and reward files differ from the saved ones.
 
     Args:
         record: content of run.json, whose checksums of unchanged files are taken.
     """
     models = model_contents(config, (record or {}).get("models"))
-    return models, compare(saved.get("settings", {}), config) + compare_models(saved.get("models", {}), models)
+    changes = compare(saved.get("settings", {}), config) + compare_models(saved.get("models", {}), models)
+    return models, changes + compare_reward_files(saved.get("reward_files", {}), reward_files(config), config)
 
 
 def _check_folders(run_dir: Path) -> None:

@@ -73,7 +73,7 @@ class Recorder:
             console.print(message, markup=False, highlight=False, soft_wrap=True)
         elif self._config.prompts.eval_path and self._config.run.eval_every_steps:
             message = f"accuracy on {self._config.prompts.eval_path} is judged by {self._config.eval_function}"
-            origin = "run.eval_function" if self._config.run.eval_function else "chosen, since run.eval_function is null"
+            origin = "run.eval_function" if self._config.run.eval_function else "run.eval_function = null"
             console.print(f"{message} ({origin})", markup=False, highlight=False, soft_wrap=True)
         self._progress = Progress(num_steps, first_step, console)
         self._progress.__enter__()

@@ -138,6 +138,42 @@ def test_another_model_under_the_same_path_is_refused_and_a_copy_is_not(config: 
     )
 
 
+# Reward files
+
+
+def test_a_reward_file_that_was_edited_warns_once_and_names_the_function(config: Config, tmp_path: Path) -> None:
+    file = tmp_path / "judge.py"
+    file.write_text("def f(prompt, response):\n    return 0.0\n")
+    names = [f"{file}:f", "exact_match"]
+    config = change(config, {"reward.functions": names})
+    save(config, 3)
+    assert list(json.loads((config.run_dir / "run.json").read_text())["reward_files"]) == names[:1]
+    assert decide_start(config).warnings == ()
+    file.write_text("def f(prompt, response):\n    return 1.0\n")
+    start = decide_start(config)
+    (warning,) = start.warnings
+    assert warning == (
+        f"{config.run_dir} goes on with other settings: the file of {file}:f was edited (rewards may have another "
+        "meaning)"
+    )
+    assert start.checkpoint is not None and start.is_other_evaluation  # the function also judges the evaluation
+    save(config, 4)
+    assert decide_start(config).warnings == ()
+
+
+def test_a_reward_file_is_hashed_as_it_is_at_the_start(config: Config, tmp_path: Path) -> None:
+    """Checkpoints hold the hash of what the run has imported, also after an edit while it runs."""
+    file = tmp_path / "judge.py"
+    file.write_text("def f(prompt, response):\n    return 0.0\n")
+    config = change(config, {"reward.functions": [f"{file}:f"]})
+    folder = RunFolder(config, WORLD)
+    folder.accept(decide_start(config))
+    before = folder.identity()["reward_files"]
+    file.write_text("def f(prompt, response):\n    return 1.0\n")
+    assert folder.identity()["reward_files"] == before
+    folder.close()
+
+
 # Checkpoints
 
 
@@ -147,14 +183,23 @@ def flip(path: Path, place: int = -3) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["actor/part_00000.safetensors", "state.json", "manifest.json"])
-def test_one_bit_is_found_and_the_checkpoint_before_is_taken(config: Config, name: str) -> None:
+def test_one_bit_in_any_file_is_found_and_the_checkpoint_before_is_taken(config: Config) -> None:
     newest = save(config, 2, 5)
-    flip(newest / name)
-    start = decide_start(config)
-    assert start.checkpoint == newest.parent / "step_000002"
-    (warning,) = start.warnings
-    assert f"step_000005: {name.split('/')[0] if name[0] == 's' or name[0] == 'm' else name} is damaged" in warning
+    names = sorted(path.relative_to(newest).as_posix() for path in newest.rglob("*") if path.is_file())
+    listed = json.loads((newest / "manifest.json").read_text())["files"]
+    assert names == sorted([*listed, "manifest.json"]) and len(names) == 3
+    for name in names:
+        size = (newest / name).stat().st_size
+        for place in (0, size // 2, size - 1):
+            flip(newest / name, place)
+            start = decide_start(config)
+            assert start.checkpoint == newest.parent / "step_000002", f"{name}, byte {place}"
+            (warning,) = start.warnings
+            assert f"step_000005: {name} is damaged" in warning
+            flip(newest / name, place)
+    assert decide_start(config).checkpoint == newest
+    flip(newest / names[0])
+    (warning,) = decide_start(config).warnings
     assert "The run goes on from step 2; 3 steps are lost and done again" in warning
     (message,) = refusals(replace(config, run=replace(config.run, resume="must")))
     assert "run.resume = must does not go back to step 2, which loses 3 steps" in message

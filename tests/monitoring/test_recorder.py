@@ -77,7 +77,7 @@ def test_a_finished_run_says_so_in_one_line(
 @pytest.mark.parametrize(
     "given, expected",
     [
-        (None, "accuracy on held.jsonl is judged by math (chosen, since run.eval_function is null)"),
+        (None, "accuracy on held.jsonl is judged by math (run.eval_function = null)"),
         ("last_number", "accuracy on held.jsonl is judged by last_number (run.eval_function)"),
     ],
 )
