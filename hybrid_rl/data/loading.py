@@ -10,7 +10,7 @@ from hybrid_rl.batch import Prompt
 from hybrid_rl.config import Config, Findings, check
 from hybrid_rl.data.prompts import PromptLoader, load_prompts, load_rows
 from hybrid_rl.data.template import Template, load_template
-from hybrid_rl.data.texts import Text, load_texts
+from hybrid_rl.data.texts import Text, load_texts, read_texts
 from hybrid_rl.distributed import World
 from hybrid_rl.models.checks import check_models
 from hybrid_rl.models.loading import load_config
@@ -104,12 +104,14 @@ def load_data(config: Config, world: World) -> Data:
 
 
 def _check_rows(config: Config, findings: Findings) -> None:
-    """Check rows and columns of the prompts, which need no tokenizer."""
+    """Check rows and columns of prompts and texts, which need no tokenizer."""
     load = functools.partial(load_rows, config=config.prompts, seed=config.run.seed)
     findings.run(lambda: load(config.prompts.path))
     held_out = config.prompts.eval_path
     if held_out and _evaluates(config):
         findings.run(lambda: load(held_out, num_rows=config.prompts.max_eval_samples, is_evaluation=True))
+    if config.ptx.path:
+        findings.run(lambda: read_texts(config.ptx))
 
 
 def _load_tokenizer(config: Config, findings: Findings) -> PreTrainedTokenizerBase | None:

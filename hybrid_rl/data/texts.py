@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.config import ConfigError, PtxConfig, check
 from hybrid_rl.data.chat import Clock, chat_template_of, on_fixed_day
-from hybrid_rl.data.files import column_of, is_chat, read_rows
+from hybrid_rl.data.files import Message, column_of, is_chat, read_rows
 from hybrid_rl.data.template import Template
 from hybrid_rl.models.tokenizer import encode
 
@@ -22,6 +21,29 @@ class Text:
     """Token ids of the same text on a fixed day; None if its chat template does not ask for the date."""
 
 
+def read_texts(config: PtxConfig) -> list[str | list[Message]]:
+    """Return the value of `ptx.column` of every row of `ptx.path`.
+
+    Raises:
+        ConfigError: the file cannot be read, or a row lacks the column or has a value of another type.
+    """
+    assert config.path is not None
+    source = _source(config)
+    rows = read_rows(Path(config.path), source=source, text_column=config.column)
+    check(bool(rows), f"{source}: holds no rows")
+    values = []
+    for number, row in enumerate(rows):
+        where = f"{source}: row {number}"
+        value = column_of(row, config.column, field="ptx.column", where=where)
+        check(
+            isinstance(value, str) or is_chat(value),
+            f"{where}: '{config.column}' (ptx.column) must be text, or a list of messages with text in `role` and "
+            f"`content`; got {str(value)[:80]!r}",
+        )
+        values.append(value)
+    return values
+
+
 def load_texts(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> list[Text]:
     """Return the token ids of every row of `ptx.path`, each with one EOS at its end, truncated to `max_tokens`.
 
@@ -29,19 +51,14 @@ def load_texts(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> list[Te
     occurs once.
 
     Raises:
-        ConfigError: the file cannot be read, a row lacks the column or has a value of another type, or a row has fewer
-            than two tokens.
+        ConfigError: as read_texts; the tokenizer has no EOS; or a row has fewer than two tokens.
     """
-    assert config.path is not None
-    source = f"ptx.path = {config.path}"
-    rows = read_rows(Path(config.path), source=source, text_column=config.column)
-    check(bool(rows), f"{source}: holds no rows")
+    values, source = read_texts(config), _source(config)
     check(tokenizer.eos_token_id is not None, f"{source}: the tokenizer {tokenizer.name_or_path!r} has no EOS token")
     texts = []
-    for number, row in enumerate(rows):
+    for number, value in enumerate(values):
         where = f"{source}: row {number}"
-        value = column_of(row, config.column, field="ptx.column", where=where)
-        text, undated = _render(tokenizer, value, config, where)
+        text, undated = _render(tokenizer, value, where)
         token_ids = _encode(tokenizer, text, config)
         check(
             len(token_ids) >= 2,
@@ -52,15 +69,14 @@ def load_texts(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> list[Te
     return texts
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, value: Any, config: PtxConfig, where: str) -> tuple[str, str | None]:
+def _source(config: PtxConfig) -> str:
+    return f"ptx.path = {config.path}"
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, value: str | list[Message], where: str) -> tuple[str, str | None]:
     """Return the text of a row, and the same text on a fixed day; None if it does not depend on the day."""
     if isinstance(value, str):
         return value, None
-    check(
-        is_chat(value),
-        f"{where}: '{config.column}' (ptx.column) must be text, or a list of messages with text in `role` and "
-        f"`content`; got {str(value)[:80]!r}",
-    )
     source = chat_template_of(tokenizer, Template(), where)
 
     def render(**variables: Clock) -> str:

@@ -197,6 +197,24 @@ def test_without_a_tokenizer_what_needs_one_adds_no_further_finding(make_config:
     assert [m.partition(":")[0] for m in error.value.messages] == [f"models.actor = {tmp_path}", "reward.functions"]
 
 
+def test_without_a_template_rows_of_prompts_and_texts_are_checked_all_the_same(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"title": "no text"}\n')
+    (tmp_path / "held.jsonl").write_text('{"prompt": "1+1="}\n')
+    config = make_config(
+        prompts={"template_path": "absent.json", "eval_path": str(tmp_path / "held.jsonl")},
+        ptx={"path": str(tmp_path / "texts.jsonl")},
+    )
+    with pytest.raises(ConfigError) as error:
+        load_data(config, ALONE)
+    assert [message.split(" = ")[0] for message in error.value.messages] == [
+        "prompts.template_path",
+        "prompts.eval_path",
+        "ptx.path",
+    ]
+
+
 def test_ids_above_a_models_vocabulary_are_refused(make_config: MakeConfig, tiny: Path, tmp_path: Path) -> None:
     small = tmp_path / "small"
     shutil.copytree(tiny / "reward", small)
