@@ -5,10 +5,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-from hybrid_rl.preflight import prepare_run, run_site
+from launch.check import check_run, site_here
 from tests.conftest import VALID_CONFIG, change
 from tests.fuzz.cases import Refusal, check_refused, outcome
-from tests.fuzz.maths import WORLD
 from tests.fuzz.model_folders import whole_folder
 
 UNKNOWN = "held-out row of ids that the model does not have"
@@ -68,7 +67,7 @@ def check_whole_run(rng: random.Random, folder: Path) -> None:
     if UNKNOWN in mistakes:
         settings["models.actor"] = str(whole_folder("small"))
     config = change(VALID_CONFIG, settings)
-    found = outcome(lambda: prepare_run(config, run_site(WORLD)))
+    found = outcome(lambda: check_run(config, site_here(1)))
     if not mistakes:
         assert not isinstance(found, Refusal), f"refuses a run without mistakes: {found}"
         assert len(found.data.loader.next_batch()) == 4
