@@ -1,26 +1,87 @@
 """Files that are replaced atomically, and renames that survive a power failure."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
 
-def write_atomically(path: Path, content: bytes | str) -> None:
-    """Replace a file and flush it to disk; a reader, or a crash at any moment, finds the old or the new content.
+from hybrid_rl.errors import FileWriteError
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what fails while the body writes a file or a folder into one sentence that names it.
+
+    Raises:
+        FileWriteError: the body raised an OSError, or an error of safetensors, which has no class of its own for a full
+            disk.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise FileWriteError(
+            f"{path} cannot be written ({reason}): free space on its disk or set run.dir to another one, and start the "
+            "same command again, which continues the run"
+        ) from error
+
+
+def write_atomically(path: Path, content: bytes | str, *, is_flushed: bool = True) -> None:
+    """Replace a file; a reader, or a crash at any moment, finds the old or the new content.
 
     Args:
         path: file to create or replace; its folder exists.
         content: text is encoded as UTF-8.
+        is_flushed: whether the content is on the disk when this returns, so that it also survives a power failure.
+
+    Raises:
+        FileWriteError: the file cannot be written; the old one is unchanged.
     """
     if isinstance(content, str):
         # Sampled bytes can decode to half a surrogate pair, which UTF-8 cannot encode; JSON reads its escape the same.
         content = content.encode(errors="backslashreplace")
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    flush_folder(path.parent)
+    with writing(path):
+        try:
+            with partial.open("wb") as file:
+                file.write(content)
+                file.flush()
+                if is_flushed:
+                    os.fsync(file.fileno())
+            os.replace(partial, path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+        if is_flushed:
+            flush_folder(path.parent)
+
+
+def append(path: Path, content: bytes) -> None:
+    """Append to a file and flush it to the disk; where that fails, the file has its former length.
+
+    Raises:
+        FileWriteError: the file cannot be written.
+    """
+    with writing(path), path.open("ab", buffering=0) as file:
+        length = file.tell()
+        try:
+            remaining = memoryview(content)
+            while remaining:
+                remaining = remaining[file.write(remaining) :]
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(length)
+            raise
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder with its parents, each of which is on the disk when this returns."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        flush_folder(path.parent)
 
 
 def flush_folder(folder: Path) -> None:
@@ -30,6 +91,13 @@ def flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def flush_tree(folder: Path) -> None:
+    """Flush a folder with all files and folders in it to disk."""
+    for root, _, names in os.walk(folder, topdown=False):
+        for path in (*(Path(root, name) for name in names), Path(root)):
+            flush_folder(path)
 
 
 def set_aside(path: Path) -> Path:

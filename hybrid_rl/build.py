@@ -3,7 +3,9 @@
 import functools
 import gc
 import logging
-from collections.abc import Sequence
+import math
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +18,7 @@ from hybrid_rl.batch import Rollout, make_train_batch
 from hybrid_rl.checkpoints import saver as checkpoint
 from hybrid_rl.checkpoints.resume import make_saver, open_phase_log
 from hybrid_rl.checkpoints.run_folder import RunFolder
+from hybrid_rl.checkpoints.saver import Saver
 from hybrid_rl.config import Config
 from hybrid_rl.data.loading import Data
 from hybrid_rl.distributed import World, join_world
@@ -25,6 +28,7 @@ from hybrid_rl.engines.deepspeed.ulysses import enable_sequence_parallel
 from hybrid_rl.engines.group import GroupEngine
 from hybrid_rl.engines.start import start_engine
 from hybrid_rl.engines.tenants import EngineTenant, Tenants
+from hybrid_rl.errors import close_each
 from hybrid_rl.memory.device import grow_segments
 from hybrid_rl.memory.enforcement import Enforcement
 from hybrid_rl.memory.micro_batches import make_limits
@@ -35,7 +39,8 @@ from hybrid_rl.models.determinism import use_deterministic_kernels
 from hybrid_rl.models.loading import choose_dtype, load_actor, load_value_model
 from hybrid_rl.models.packed import PackedModel, ValueModel
 from hybrid_rl.models.sequence_parallel import apply_together
-from hybrid_rl.monitoring.recorder import Recorder
+from hybrid_rl.monitoring.preemption import Preemption
+from hybrid_rl.monitoring.recorder import Recorder, environment
 from hybrid_rl.planning.workload import forward_tokens
 from hybrid_rl.preflight import Prepared, prepare_run, run_site
 from hybrid_rl.rewards import RunningNormalizer
@@ -66,20 +71,27 @@ def build(config: Config) -> Run:
         use_deterministic_kernels()
     prepared = prepare_run(config, run_site(world))
     assert prepared.folder
+    opened = [prepared.folder.close, prepared.data.close]
     try:
-        return build_in(prepared.folder, prepared, world)
-    except BaseException:
-        prepared.folder.close()
+        return build_in(prepared.folder, prepared, world, opened)
+    except BaseException as error:
+        close_each(*reversed(opened), error=error)
         raise
 
 
-def build_in(folder: RunFolder, prepared: Prepared, world: World) -> Run:
-    """Return a run that is ready for its next step, in a folder that is locked; see build."""
+def build_in(folder: RunFolder, prepared: Prepared, world: World, opened: list[Callable[[], None]]) -> Run:
+    """Return a run that is ready for its next step, in a folder that is locked; see build.
+
+    Args:
+        opened: functions that close what is open; what the build opens is added.
+    """
     config, plan, state = prepared.config, prepared.plan, prepared.state
     resume_from = folder.accept(prepared.start).checkpoint
     torch.manual_seed(config.run.seed)
     data_parallel = world.data_parallel_group(config.update.sequence_parallel_size * config.update.tensor_parallel_size)
     recorder = Recorder(config, world, data_parallel)
+    opened.append(lambda: recorder.close(sys.exception()))
+    recorder.start()
     memory = MemoryManager(
         plan.residency,
         world.device,
@@ -99,6 +111,7 @@ def build_in(folder: RunFolder, prepared: Prepared, world: World) -> Run:
         memory=memory,
         tenants=tenants,
         folder=folder,
+        opened=opened,
         resume_from=resume_from,
         aliases_weights=prepared.aliases_weights,
     )
@@ -107,7 +120,7 @@ def build_in(folder: RunFolder, prepared: Prepared, world: World) -> Run:
         checkpoint.load_random_state(resume_from, world)
         for name, part in run.counters.items():
             part.load_state_dict(state[name])
-    folder.write_record()
+    folder.write_record(step=run.steps_done, environment=environment(world))
     recorder.open(run.steps_done + 1)
     grow_segments(world.device, is_on=True)
     # DeepSpeed collects garbage in every offload; frozen, the objects of all imports are not visited each time.
@@ -129,6 +142,8 @@ class Setup:
     memory: MemoryManager
     tenants: Tenants
     folder: RunFolder
+    opened: list[Callable[[], None]]
+    """Functions that close what is open where the build fails, in the order of opening."""
     resume_from: Path | None
     """Folder of the checkpoint to continue from."""
     aliases_weights: bool
@@ -159,6 +174,8 @@ def build_models(setup: Setup, *, steps_done: int) -> Run:
     critic = build_critic(setup)
     is_varlen = all(engine.module.uses_varlen for engine in (actor, critic) if engine)
     num_bytes = sum(engine.checkpoint_bytes for engine in (actor, critic) if engine)
+    export_bytes = sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in actor.named_shapes())
+    saver = make_saver(config, setup.world, num_bytes, export_bytes=export_bytes, steps_done=steps_done)
     return Run(
         config=config,
         folder=setup.folder,
@@ -178,10 +195,16 @@ def build_models(setup: Setup, *, steps_done: int) -> Run:
         ema=ema,
         ptx=build_ptx(setup),
         weight_sync=weight_sync,
-        saver=make_saver(config, setup.world, num_bytes, steps_done=steps_done),
+        saver=saver,
+        preemption=make_preemption(setup, saver),
         phase_log=open_phase_log(config, setup.world, steps_done, run_id=setup.folder.run_id),
         steps_done=steps_done,
     )
+
+
+def make_preemption(setup: Setup, saver: Saver) -> Preemption:
+    """Return what ends the run with a checkpoint at SIGTERM."""
+    return Preemption(setup.config.checkpoint, setup.world, setup.recorder.activity, save_seconds=saver.last_seconds)
 
 
 # Actor and rollout engine
@@ -223,6 +246,7 @@ def build_rollout_engine(setup: Setup, aliased: AliasedWeights | None) -> Rollou
     dtype = choose_dtype(config.models.dtype, world.device)
     start = functools.partial(start_engine, config, dtype=dtype, device=world.device, rank=world.rank, aliased=aliased)
     engine = start() if size == 1 else GroupEngine(world.model_parallel_group(size), lambda gpus: start(gpus=gpus))
+    setup.opened.append(engine.close)
     stays = config.memory.swap == "off"
     weights = Resident() if stays or aliased else EngineTenant(engine, "weights", filled_in=Phase.SYNC)
     setup.memory.admit("engine_weights", weights)

@@ -1,19 +1,26 @@
 """Everything that a run consists of, on one rank."""
 
 import gc
+import json
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hybrid_rl.algorithms.kl import KlController
 from hybrid_rl.checkpoints.phase_log import PhaseLog
+from hybrid_rl.checkpoints.random_state import take_random_state
 from hybrid_rl.checkpoints.run_folder import RunFolder
 from hybrid_rl.checkpoints.saver import CheckpointPart, Saver
+from hybrid_rl.checkpoints.snapshot import Snapshot
 from hybrid_rl.config import Config
 from hybrid_rl.data.loading import Data
 from hybrid_rl.distributed import World
 from hybrid_rl.engines import RolloutEngine, TrainEngine
+from hybrid_rl.errors import close_each
 from hybrid_rl.memory.micro_batches import TokenLimits
 from hybrid_rl.memory.phases import MemoryManager
+from hybrid_rl.monitoring.preemption import Preemption
 from hybrid_rl.monitoring.recorder import Recorder
 from hybrid_rl.rewards import RunningNormalizer
 from hybrid_rl.rewards.scoring import RewardSources
@@ -51,6 +58,26 @@ class Evaluations:
         self.last = evaluation
 
 
+@dataclass(kw_only=True)
+class FinishedStep:
+    """The state after the last finished step, of the parts that change in the first phases of the next one.
+
+    Weights, optimizers, EMA and moving reference change after its responses are scored.
+    """
+
+    step: int = 0
+    """0 before this process has finished a step."""
+    counters: dict[str, Any] = field(default_factory=dict)
+    """What `Run.counters` returned, as JSON values."""
+    random_state: Snapshot | None = None
+
+    def keep(self, step: int, counters: Mapping[str, Stateful], *, rank: int) -> None:
+        """Copy the state after a step."""
+        self.step = step
+        self.counters = json.loads(json.dumps({name: part.state_dict() for name, part in counters.items()}))
+        self.random_state = take_random_state(rank)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """The parts of a run on this rank; what the settings do not ask for is None."""
@@ -78,9 +105,11 @@ class Run:
     weight_sync: WeightSync
     saver: Saver
     phase_log: PhaseLog | None
+    preemption: Preemption
     steps_done: int
     """Steps of the checkpoint that the run continues from; 0 for a new run."""
     evaluations: Evaluations = field(default_factory=Evaluations)
+    finished: FinishedStep = field(default_factory=FinishedStep)
 
     @property
     def counters(self) -> dict[str, Stateful]:
@@ -101,9 +130,10 @@ class Run:
         return {name: part for name, part in parts.items() if part is not None}
 
     def close(self) -> None:
-        """End the processes of the run, the engine and the scorers, and unlock its folder."""
+        """Wait for the checkpoint in progress, end the engine and the scorers, and unlock the folder.
+
+        Every part is closed, also after another one has failed. An error that ends the run already is not hidden.
+        """
         gc.unfreeze()
-        self.saver.close()
-        self.engine.close()
-        self.data.close()
-        self.folder.close()
+        parts = (self.saver.close, self.engine.close, self.data.close, self.folder.close)
+        close_each(*parts, error=sys.exception())

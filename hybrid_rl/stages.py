@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 
@@ -11,6 +11,7 @@ from hybrid_rl.batch import Prompt, Rollout, TrainBatch, make_train_batch
 from hybrid_rl.checkpoints import export as exporting
 from hybrid_rl.checkpoints.saver import CheckpointPart
 from hybrid_rl.engines import FirstWait
+from hybrid_rl.errors import PreemptedError
 from hybrid_rl.models.loading import choose_dtype
 from hybrid_rl.rewards import scoring
 from hybrid_rl.rewards.scoring import Scored
@@ -255,10 +256,10 @@ def is_save_due(run: Run, step: int) -> bool:
     return bool(every) and (step % every == 0 or step == run.config.run.num_steps)
 
 
-def is_unsaved(run: Run, last_step: int) -> bool:
-    """Return whether the run ended after a step at which no checkpoint was due, and writes checkpoints."""
-    writes_checkpoints = bool(run.config.checkpoint.every_steps)
-    return writes_checkpoints and last_step > run.steps_done and not is_save_due(run, last_step)
+def is_unsaved(run: Run) -> bool:
+    """Return whether no checkpoint was due at the last finished step."""
+    step = run.finished.step
+    return step > run.steps_done and not is_save_due(run, step)
 
 
 def take_snapshot(run: Run, name: str, part: CheckpointPart | None) -> None:
@@ -269,22 +270,24 @@ def take_snapshot(run: Run, name: str, part: CheckpointPart | None) -> None:
 
 def save(run: Run, step: int) -> None:
     """Start to write a checkpoint where one is due; with checkpoint.async_save the next step runs meanwhile."""
+    run.finished.keep(step, run.counters, rank=run.world.rank)
     run.saver.raise_if_failed()
     if run.phase_log:
         run.phase_log.delete_up_to(run.saver.last_step)
     if not is_save_due(run, step):
         return
-    start_saving(run, step)
+    start_saving(run)
     if not run.config.checkpoint.async_save:
         run.saver.wait()
 
 
-def start_saving(run: Run, step: int) -> None:
-    """Start to write the checkpoint of a step whose snapshots of critic and actor are taken."""
+def start_saving(run: Run) -> None:
+    """Start to write the checkpoint of the last finished step; the snapshots of critic and actor are taken."""
     for name, part in run.saved_parts.items():
         take_snapshot(run, name, part)
-    counters = {name: part.state_dict() for name, part in run.counters.items()}
-    run.saver.start(step, counters | {"run": run.folder.identity()})
+    finished = run.finished
+    state = finished.counters | {"run": run.folder.identity()}
+    run.saver.start(finished.step, state, random_state=finished.random_state)
 
 
 def finish_saving(run: Run) -> None:
@@ -292,6 +295,18 @@ def finish_saving(run: Run) -> None:
     run.saver.wait()
     if run.phase_log:
         run.phase_log.delete_all()
+
+
+def end_preempted(run: Run) -> NoReturn:
+    """Wait until the checkpoint of the last finished step is complete, and end the run; the phase log stays.
+
+    Raises:
+        PreemptedError: always.
+    """
+    run.saver.wait()
+    step = run.saver.last_step
+    kept = f"the checkpoint of step {step} is complete" if step else "no step is finished"
+    raise PreemptedError(f"preempted by SIGTERM: {kept}, and the same command continues the run")
 
 
 def export(run: Run) -> None:

@@ -12,6 +12,7 @@ from hybrid_rl.run import Metrics, Run
 from hybrid_rl.stages import (
     compute_advantages,
     compute_logprobs,
+    end_preempted,
     evaluate,
     export,
     finish_saving,
@@ -38,7 +39,7 @@ def train(config: Config) -> Metrics:
     """
     run = build(config)
     try:
-        with run.recorder:
+        with run.recorder, run.preemption:
             return loop(run)
     finally:
         run.close()
@@ -90,24 +91,39 @@ def train_step(run: Run, step: int) -> bool:
 
 def finish(run: Run, last_step: int) -> Metrics:
     """Save and export what the run has trained; return the last evaluation."""
-    if is_unsaved(run, last_step):
-        with phase(run, UPDATE_CRITIC, last_step):
-            take_snapshot(run, "critic", run.critic)
-        with phase(run, UPDATE_ACTOR, last_step):
-            take_snapshot(run, "actor", run.actor)
-        start_saving(run, last_step)
+    if run.config.checkpoint.every_steps:
+        save_unsaved(run)
     finish_saving(run)
     evaluations = run.evaluations
     run.recorder.summary(evaluations.first, evaluations.last)
-    with run.memory.phase(SYNC, last_step + 1):  # in ROLLOUT the actor's weights need not be on the GPU
+    with phase(run, SYNC, last_step + 1):  # in ROLLOUT the actor's weights need not be on the GPU
         keep_best(run, evaluations.last, steps_done=last_step)
         export(run)
     return evaluations.last
 
 
+def save_unsaved(run: Run) -> None:
+    """Start to write the checkpoint of the last finished step where none was due."""
+    if is_unsaved(run):
+        with phase(run, UPDATE_CRITIC, run.finished.step):
+            take_snapshot(run, "critic", run.critic)
+        with phase(run, UPDATE_ACTOR, run.finished.step):
+            take_snapshot(run, "actor", run.actor)
+        start_saving(run)
+
+
 @contextmanager
 def phase(run: Run, which: Phase, step: int) -> Iterator[None]:
-    """Open a phase and show it on the display."""
+    """Open a phase and show it on the display; in a run that is to end, save the last finished step instead.
+
+    SYNC, ROLLOUT and SCORE open before their step changes anything that a checkpoint holds as tensors.
+
+    Raises:
+        PreemptedError: the checkpoint is complete.
+    """
+    if which in (SYNC, ROLLOUT, SCORE) and run.preemption.is_asked():
+        save_unsaved(run)
+        end_preempted(run)
     run.recorder.show_phase(which.value, step)
     with run.memory.phase(which, step):
         yield

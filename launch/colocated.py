@@ -18,7 +18,6 @@ import traceback
 from argparse import REMAINDER, SUPPRESS, Action, Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +26,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]  # so that a checkout runs wit
 from jsonargparse.typing import PositiveInt  # noqa: E402
 
 from hybrid_rl.config import Config, check  # noqa: E402
+from hybrid_rl.errors import PreemptedError  # noqa: E402
 from hybrid_rl.machine.visible_devices import VARIABLE, name_of_rank  # noqa: E402
+from hybrid_rl.monitoring.signals import exit_with, handle_signals, raise_if_received  # noqa: E402
 from launch.settings import (  # noqa: E402
     SettingsParser,
     exit_on_config_error,
@@ -134,6 +135,9 @@ def run_rank(config: Config) -> None:
     is_alone = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 1
     if not is_alone:
         os.environ[VARIABLE] = name_of_rank(os.environ, local_rank)
+    handle_signals(is_quiet=not is_alone)
+    if config.checkpoint.on_sigterm:
+        exit_with(signal.SIGTERM, PreemptedError.exit_code)
     from transformers.utils.logging import disable_progress_bar
 
     from hybrid_rl.distributed import leave_world
@@ -144,6 +148,7 @@ def run_rank(config: Config) -> None:
         with exit_on_config_error():
             train(config)
             leave_world()
+            raise_if_received()
     except Exception as error:
         if "Connection closed by peer" in str(error):
             time.sleep(AGENT_TIMEOUT_S)
@@ -197,15 +202,9 @@ def launch(config: Config, num_processes: int) -> None:
         sys.exit(failure.exitcode)
 
 
-def exit_cleanly(signal_number: int, _: FrameType | None) -> NoReturn:
-    """Turn a request to end into SystemExit, so that the engine and the scorers are closed."""
-    sys.exit(128 + signal_number)
-
-
 def main() -> None:
     """Read and check the settings, then train or plan; a plan that does not fit exits with code 1."""
-    for request in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(request, exit_cleanly)
+    handle_signals()
     with exit_on_config_error():
         if sys.argv[1:2] == ["plan"]:
             sys.exit(0 if plan(sys.argv[2:]) else 1)

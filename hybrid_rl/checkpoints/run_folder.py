@@ -6,15 +6,17 @@ import json
 import logging
 import os
 import shutil
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hybrid_rl.atomic import free_name, set_aside, write_atomically
+from hybrid_rl.checkpoints.history import add_start, settings_changes
 from hybrid_rl.checkpoints.lock import LOCK_FILE, RunLock
 from hybrid_rl.checkpoints.model_content import ModelContents
 from hybrid_rl.checkpoints.resume_settings import plain_settings, reward_files
-from hybrid_rl.checkpoints.start import RECORD, Start, decide_start
+from hybrid_rl.checkpoints.start import RECORD, Start, decide_start, read_record
 from hybrid_rl.config import Config
 from hybrid_rl.distributed import World
 
@@ -76,12 +78,21 @@ class RunFolder:
         assert self._start is not None
         return self._start.run_id
 
-    def write_record(self) -> None:
-        """Write run.json on rank 0: from now on the folder is this run's."""
+    def write_record(self, *, step: int, environment: Mapping[str, Any]) -> None:
+        """Write run.json, and add this start to history.jsonl, on rank 0: from now on the folder is this run's.
+
+        Args:
+            step: finished steps that the run continues from.
+            environment: device, number of ranks and versions.
+        """
         if self._world.is_main:
+            run_dir, identity = self._config.run_dir, self.identity()
             written = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            record = {**self.identity(), "models": self._models(), "written": written}
-            write_atomically(self._config.run_dir / RECORD, json.dumps(record, indent=1) + "\n")
+            changes = settings_changes((read_record(run_dir) or identity)["settings"], identity["settings"])
+            host = socket.gethostname()
+            add_start(run_dir, {"time": written, "step": step, "host": host, **environment, "changes": changes})
+            record = {**identity, "models": self._models(), "written": written}
+            write_atomically(run_dir / RECORD, json.dumps(record, indent=1) + "\n")
 
     def close(self) -> None:
         """Release the lock."""

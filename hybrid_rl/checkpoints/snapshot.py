@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hybrid_rl.atomic import writing
 from hybrid_rl.config import ConfigError, check
 
 
@@ -28,12 +29,17 @@ class Snapshot:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def write(self, folder: Path, rank: int) -> Path:
-        """Write this rank's file, flush it to the disk, and return it."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Write this rank's file, flush it to the disk, and return it.
+
+        Raises:
+            FileWriteError: the file cannot be written.
+        """
         path = folder / f"part_{rank:05d}.safetensors"
-        save_file(self.tensors, path, metadata=self.notes)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        with writing(path):
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(self.tensors, path, metadata=self.notes)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
         return path
 
 

@@ -3,12 +3,11 @@
 import json
 import logging
 import math
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybrid_rl.atomic import set_aside, write_atomically
+from hybrid_rl.atomic import append, set_aside, write_atomically, writing
 
 logger = logging.getLogger(__name__)
 
@@ -31,34 +30,33 @@ class MetricsWriter:
         kept = [row for row in _read_rows(path) if row["step"] < resume_step]
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._last_step = kept[-1]["step"] if kept else -1
-        self._file = path.open("a", encoding="utf-8")
-        self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step)
+        self._path, self._folder = path, run_dir / "tensorboard"
+        with writing(self._folder):
+            self._tensorboard = SummaryWriter(str(self._folder), purge_step=resume_step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the row of a step and flush it to the disk.
 
         Raises:
             ValueError: a metric is not finite, or the step does not exceed the last one in the file.
+            FileWriteError: a file cannot be written.
         """
         for name, value in metrics.items():
             if not math.isfinite(value):
                 raise ValueError(f"metric {name} = {value} at step {step}: must be finite")
         if step <= self._last_step:
-            raise ValueError(
-                f"step = {step}: must be greater than {self._last_step}, the last step in {self._file.name}"
-            )
+            raise ValueError(f"step = {step}: must be greater than {self._last_step}, the last step in {self._path}")
         values = {name: float(value) for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        append(self._path, json.dumps({"step": step, **values}).encode() + b"\n")
         self._last_step = step
-        for name, value in values.items():
-            self._tensorboard.add_scalar(name, value, step)
+        with writing(self._folder):
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Close both files."""
-        self._file.close()
-        self._tensorboard.close()
+        """Write what TensorBoard's thread holds, and close its file."""
+        with writing(self._folder):
+            self._tensorboard.close()
 
 
 def write_rollouts(run_dir: Path, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
@@ -69,11 +67,11 @@ def write_rollouts(run_dir: Path, step: int, rows: Iterable[Mapping[str, Any]]) 
     return path
 
 
-def delete_rollouts(run_dir: Path, first_step: int) -> None:
-    """Delete the rollouts of a step and of later ones."""
+def delete_rollouts(run_dir: Path, *, first_step: int = 0, last_step: int | None = None) -> None:
+    """Delete the rollouts of the steps from first_step to last_step; None deletes up to the end."""
     for path in (run_dir / "rollouts").glob("step_*.jsonl"):
         number = path.stem.removeprefix("step_")
-        if number.isdecimal() and int(number) >= first_step:
+        if number.isdecimal() and first_step <= int(number) and (last_step is None or int(number) <= last_step):
             path.unlink()
 
 

@@ -4,7 +4,8 @@ import json
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import distributions
 from types import TracebackType
 from typing import Self
@@ -16,8 +17,11 @@ from hybrid_rl.atomic import write_atomically
 from hybrid_rl.batch import Rollout, TrainBatch
 from hybrid_rl.config import Config, as_dict, check
 from hybrid_rl.distributed import World
+from hybrid_rl.errors import close_each
+from hybrid_rl.monitoring.activity import Activity
 from hybrid_rl.monitoring.metrics import MetricsWriter, delete_rollouts, write_rollouts
 from hybrid_rl.monitoring.progress import Progress
+from hybrid_rl.monitoring.status import Status, rank_name
 from hybrid_rl.monitoring.timeline import CudaProfiler, Timeline
 from hybrid_rl.settings.yaml_format import dump
 
@@ -33,7 +37,7 @@ class Recorder:
     """Writes the files of a run; files that exist once per run are written by rank 0."""
 
     def __init__(self, config: Config, world: World, data_parallel: World) -> None:
-        """Prepare the record; no file is written before `open`.
+        """Prepare the record; no file is written before `start`.
 
         Args:
             config: settings of the run.
@@ -48,16 +52,30 @@ class Recorder:
             f"run.profile_steps = {list(profiled or [])}: there is no GPU to profile; set null",
         )
         self.timeline = Timeline(world.rank)
+        self.activity = Activity()
+        """Step and phase of this rank."""
         self._config = config
         self._world = world
         self._data_parallel = data_parallel
         self._profiler = CudaProfiler(config.run.profile_steps)
         self._writer: MetricsWriter | None = None
         self._progress: Progress | None = None
+        self._status: Status | None = None
+        self._is_open = False
         self._started = time.monotonic()
+
+    def start(self) -> None:
+        """Show that the run starts, in the log and the heartbeat, before its models load.
+
+        Raises:
+            ConfigError: run.prometheus_port cannot be opened.
+        """
+        self._config.run_dir.mkdir(parents=True, exist_ok=True)
+        self._status = Status(self._config, self._world, self.activity)
 
     def open(self, first_step: int) -> None:
         """Start to record at first_step, and delete what the run writes again: later rows and rollouts, the summary."""
+        self._is_open = True
         self._config.run_dir.mkdir(parents=True, exist_ok=True)
         if not self._world.is_main:
             return
@@ -66,7 +84,7 @@ class Recorder:
         write_atomically(run_dir / "environment.json", json.dumps(environment(self._world), indent=1) + "\n")
         if first_step <= num_steps:
             (run_dir / "summary.json").unlink(missing_ok=True)
-            delete_rollouts(run_dir, first_step)
+            delete_rollouts(run_dir, first_step=first_step)
         self._writer = MetricsWriter(run_dir, resume_step=first_step)
         if first_step > num_steps:
             message = f"all {num_steps} steps of {self._config.run_dir} are done: nothing to train"
@@ -82,6 +100,8 @@ class Recorder:
     def show_phase(self, phase: str, step: int) -> None:
         """Show the current phase, and start the profiler with the first phase of its first step."""
         self._profiler.before(step)
+        if self._status:
+            self._status.show_phase(phase, step)
         if self._progress:
             self._progress.show_phase(phase)
 
@@ -116,6 +136,8 @@ class Recorder:
         if self._writer and self._progress:
             self._writer.write(step, row)
             self._progress.show_step(step, row)
+        if self._status:
+            self._status.show_step(step, row)
         if step % TIMELINE_EVERY_STEPS == 0:
             self._write_timeline()
         self._started = time.monotonic()
@@ -138,9 +160,11 @@ class Recorder:
         everyone = self._data_parallel.all_gather(rows)
         if self._world.is_main:
             write_rollouts(self._config.run_dir, step, [row for part in everyone for row in part])
+            if self._config.run.keep_rollouts is not None:
+                delete_rollouts(self._config.run_dir, last_step=step - self._config.run.keep_rollouts)
 
     def _write_timeline(self) -> None:
-        self.timeline.write(self._config.run_dir / _rank_name("timeline.json", self._world.rank))
+        self.timeline.write(self._config.run_dir / rank_name("timeline.json", self._world.rank))
 
     def summary(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
         """Write the first and the last evaluation into summary.json, and print both in a table."""
@@ -156,11 +180,26 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close(error)
+
+    def close(self, error: BaseException | None) -> None:
+        """Close everything that is open.
+
+        Args:
+            error: what ends the run, if it is not done; what fails here is then logged and not raised.
+        """
+        parts: list[Callable[[], None]] = []
         if self._progress:
-            self._progress.__exit__(kind, error, trace)
+            parts.append(partial(self._progress.__exit__, None, None, None))
         if self._writer:
-            self._writer.close()
-        self._write_timeline()
+            parts.append(self._writer.close)
+        if self._is_open:
+            parts.append(self._write_timeline)
+        if self._status:
+            parts.append(partial(self._status.close, error))
+        self._progress = self._writer = self._status = None
+        self._is_open = False
+        close_each(*parts, error=error)
 
 
 def _rollout_sums(batch: TrainBatch) -> dict[str, float]:
@@ -179,9 +218,3 @@ def environment(world: World) -> dict[str, str | int]:
     installed = {d.name.lower().replace("_", "-"): d.version for d in distributions() if d.name}
     versions = {name: installed[name] for name in PACKAGES if name in installed}
     return {"device": gpu, "num_ranks": world.size, "python": platform.python_version(), **versions}
-
-
-def _rank_name(name: str, rank: int) -> str:
-    """Return the name for rank 0 and name_rank<N> for other ranks."""
-    stem, dot, suffix = name.partition(".")
-    return name if rank == 0 else f"{stem}_rank{rank}{dot}{suffix}"

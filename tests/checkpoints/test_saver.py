@@ -19,8 +19,10 @@ from hybrid_rl.checkpoints.snapshot import SavedTensors, Snapshot
 from hybrid_rl.config import Config, ConfigError, ModelsConfig, OptimizerConfig, RunConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
+from hybrid_rl.errors import FileWriteError
 from hybrid_rl.models.loading import load_value_model
 from tests.checkpoints.conftest import CPU, make_actor, weights
+from tests.disks import a_full_disk
 
 
 @pytest.fixture(scope="module")
@@ -227,18 +229,92 @@ def test_a_failed_write_raises_in_the_run_once(tmp_path, engines, world):
     (tmp_path / "checkpoints" / ".partial-step_000001").mkdir(parents=True)
     (tmp_path / "checkpoints" / ".partial-step_000001" / "actor").write_text("in the way")
     saver.start(1, {})
-    with pytest.raises(OSError, match="step 1 could not be written; rank 0: FileExistsError"):
+    with pytest.raises(
+        FileWriteError, match=r"step 1 is not complete: rank 0: .*/actor/part_00000\.safetensors cannot"
+    ):
         saver.wait()
-    assert latest(tmp_path) is None
+    assert latest(tmp_path) is None and steps_on_disk(tmp_path) == []
     saver.wait()  # raises once
 
 
-def test_a_full_disk_is_rejected_with_both_sizes(tmp_path, world):
-    saver = checkpoint.Saver(tmp_path / "not_there_yet", keep_last=2, world=world)
-    saver.check_space(1)
-    folder = re.escape(str(tmp_path))
-    with pytest.raises(ConfigError, match=rf"takes 1,152,921,504,606,846,976 bytes and {folder} has [\d,]+ free"):
-        saver.check_space(1 << 60)
+def with_free(monkeypatch, num_bytes: int) -> None:
+    usage = shutil.disk_usage("/")._replace(free=num_bytes)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+
+
+def test_a_start_asks_for_all_checkpoints_that_exist_at_once_and_for_the_exports(tmp_path, engines, world, monkeypatch):
+    """With keep_last = 2 there are three for a moment; one that exists is not to be written again."""
+    folder = tmp_path / "not_there_yet"
+    saver = checkpoint.Saver(folder, keep_last=2, world=world, export_bytes=50)
+    with_free(monkeypatch, 350)
+    saver.check_space(100)
+    sentence = (
+        rf"3 checkpoints of 101 bytes and exports of 50 are .* {re.escape(str(folder))} has 350 free: .*keep_last"
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        saver.check_space(101)
+    (folder / "checkpoints/step_000001").mkdir(parents=True)
+    saver.check_space(150)
+    with pytest.raises(ConfigError, match="2 checkpoints of 151 bytes"):
+        saver.check_space(151)
+
+
+def test_a_save_without_room_for_one_checkpoint_ends_the_run_before_it_writes(tmp_path, world, monkeypatch, caplog):
+    saver = checkpoint.Saver(tmp_path, keep_last=2, world=world, export_bytes=1 << 40)
+    saver.snapshot("part", Part(world))
+    with_free(monkeypatch, 1 << 20)
+    saver.start(1, {})  # the export may find room until the end of the run
+    saver.wait()
+    assert "too few for the checkpoint of step 1 and the export" in caplog.text
+    saver.snapshot("part", Part(world))
+    with_free(monkeypatch, 11)
+    with pytest.raises(FileWriteError, match=r"the checkpoint of step 2 takes [\d,]+ bytes and .* has 11 free"):
+        saver.start(2, {})
+    assert steps_on_disk(tmp_path) == ["step_000001"]
+
+
+def test_a_disk_that_fills_while_a_checkpoint_is_written_is_named_and_nothing_half_written_stays(
+    tmp_path, engines, world
+):
+    save(tmp_path, 1, engines, world)
+    saver = checkpoint.Saver(tmp_path, keep_last=2, world=world)
+    saver.snapshot("actor", engines["actor"])
+    with a_full_disk(1000), pytest.raises(FileWriteError) as failed:
+        saver.start(2, {})
+        saver.wait()
+    path = tmp_path / "checkpoints/.partial-step_000002/actor/part_00000.safetensors"
+    assert f"rank 0: {path} cannot be written" in str(failed.value) and "File too large" in str(failed.value)
+    assert steps_on_disk(tmp_path) == ["step_000001"]
+    save(tmp_path, 2, engines, world)
+    assert steps_on_disk(tmp_path) == ["step_000001", "step_000002"]
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_latest_names_it(tmp_path, engines, world, monkeypatch):
+    """Every file and folder is flushed after its last change, and each folder above after the rename."""
+    events: list[tuple[str, str]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def name_of(descriptor: int) -> str:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+
+    def watched_replace(source, target) -> None:
+        replace(source, target)
+        events.append(("rename", str(target)))
+
+    monkeypatch.setattr(os, "fsync", lambda fd: events.append(("flush", name_of(fd))) or fsync(fd))
+    monkeypatch.setattr(os, "replace", watched_replace)
+    run_dir = tmp_path / "runs" / "run"
+    folder = save(run_dir, 1, engines, world)
+    partial = folder.with_name(f".partial-{folder.name}")
+    is_published, is_pointed = (events.index(("rename", str(path))) for path in (folder, run_dir / "latest"))
+    for path in (folder, *folder.rglob("*")):
+        place = partial / path.relative_to(folder)
+        written = place.with_name(f".{place.name}.partial") if path.name in ("state.json", "manifest.json") else place
+        assert ("flush", str(written)) in events[:is_published], path
+    assert ("flush", str(folder.parent)) in events[is_published:is_pointed]
+    for parent in (run_dir / "checkpoints", run_dir, tmp_path / "runs", tmp_path):
+        assert ("flush", str(parent)) in events[:is_pointed], parent
+    assert ("flush", str(run_dir)) in events[is_pointed:]
 
 
 def test_a_deleted_checkpoint_is_not_found(tmp_path, engines, world):
@@ -286,7 +362,7 @@ def main() -> None:
         world.sum(torch.ones(1))  # a collective of the run, meanwhile
         try:
             saver.wait()
-        except OSError as error:
+        except FileWriteError as error:
             result["error"] = str(error)
     if world.is_main:
         (folder / "file").write_text("")
@@ -302,7 +378,7 @@ def main() -> None:
 
 def test_two_ranks_write_and_every_rank_raises_what_failed(on_two_ranks):
     for result in on_two_ranks(__file__):
-        assert result.pop("error").startswith("the checkpoint of step 2 could not be written; rank 1: ")
+        assert result.pop("error").startswith("the checkpoint of step 2 is not complete: rank 1: ")
         assert "file/demo: cannot be written (Not a directory" in result.pop("refused")
         assert result == {"step": 1, "notes": {"n": "1"}, "of rank 0": [0, 0, 0], "of rank 1": [1, 1, 1]}
 

@@ -1,0 +1,67 @@
+"""The log file of a run: its phases, steps and warnings with their times, and the error that ends it."""
+
+import logging
+import os
+import sys
+import time
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import Any
+
+MAX_BYTES = 10 << 20
+"""Size at which a new file begins."""
+NUM_OLD = 3
+"""Number of full files that stay: log.txt.1 is the newest."""
+PACKAGE = "hybrid_rl"
+"""Logger whose messages the file has."""
+
+
+class LogFile(RotatingFileHandler):
+    """Appends the messages of the package to a file that only its user can read."""
+
+    def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES) -> None:
+        """Open the file, whose folder exists; messages below warnings go to the file alone."""
+        super().__init__(path, maxBytes=max_bytes, backupCount=NUM_OLD, encoding="utf-8", errors="backslashreplace")
+        formatter = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S%z")
+        formatter.converter = time.localtime
+        self.setFormatter(formatter)
+        logger = logging.getLogger(PACKAGE)
+        self._former_level = logger.level
+        self._console = None if logger.hasHandlers() else logging.lastResort
+        self._is_writable = True
+        for handler in (self, self._console):
+            if handler is not None:
+                logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+
+    def _open(self) -> Any:
+        def opener(path: str, flags: int) -> int:
+            return os.open(path, flags, 0o600)
+
+        return open(self.baseFilename, self.mode, encoding=self.encoding, errors=self.errors, opener=opener)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the text of a message, on one line except for a trace, without control characters."""
+        text = super().format(record)
+        return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Say once that the file cannot be written; the run goes on, and another file ends it if the disk is full."""
+        if self._is_writable:
+            print(f"warning: {self.baseFilename} cannot be written: {sys.exception()}", file=sys.stderr)
+        self._is_writable = False
+
+    def write_end(self, error: BaseException | None) -> None:
+        """Write how the run ends to the file alone, with the trace of an error."""
+        level, text = (logging.INFO, "the run ends") if error is None else (logging.ERROR, "the run ends with an error")
+        trace = (type(error), error, error.__traceback__) if error is not None else None
+        self.handle(logging.LogRecord(PACKAGE, level, __file__, 0, text, None, trace))
+
+    def close(self) -> None:
+        """Close the file; later messages go where they went before."""
+        logger = logging.getLogger(PACKAGE)
+        for handler in (self, self._console):
+            if handler is not None:
+                logger.removeHandler(handler)
+        logger.setLevel(self._former_level)
+        super().close()
