@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.checkpoints.manifest import digest_files
-from hybrid_rl.config import Config
+from hybrid_rl.config import Config, check
 
 SUFFIXES = {".safetensors", ".bin", ".json", ".model", ".txt", ".tiktoken", ".jinja", ".py"}
 """Endings of the files that hold weights, config or tokenizer of a model."""
@@ -35,6 +35,8 @@ def model_contents(config: Config, known: Mapping[str, Any] | None = None) -> di
     Args:
         config: settings of the run.
         known: what an earlier call returned.
+    Raises:
+        ConfigError: the local cache of the hub does not hold a model that is given by its name there.
     """
     digests = {_key(file): file["sha256"] for model in (known or {}).values() for file in model.get("files", [])}
     paths, contents = model_paths(config), dict[str, Any]()
@@ -69,10 +71,16 @@ def _key(file: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _hub_commit(name: str) -> str:
-    """Return the commit of a model on the hub, which its content follows from."""
-    from transformers import AutoConfig
+    """Return the commit of a model on the hub, which its content follows from.
 
-    return f"commit {AutoConfig.from_pretrained(name)._commit_hash}"
+    Raises:
+        ConfigError: the local cache of the hub does not hold the model.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(name, "config.json")
+    check(isinstance(config, str), f"{name}: the local cache of the Hugging Face hub holds no config.json of it")
+    return f"commit {Path(str(config)).parent.name}"  # a cached file is snapshots/<commit>/<name of the file>
 
 
 class ModelContents:
@@ -96,6 +104,7 @@ class ModelContents:
 
         Raises:
             OSError: a file cannot be read.
+            ConfigError: see model_contents.
         """
         self._thread.join()
         if self._error is not None:

@@ -73,7 +73,7 @@ def load_data(config: Config, world: World) -> Data:
     assert tokenizer and template
     if template.chat_template is not None:
         tokenizer.chat_template = template.chat_template  # also for ptx texts and the exported tokenizer
-    reward_tokenizer = findings.run(lambda: _load_reward_tokenizer(config, tokenizer))
+    reward_tokenizer = _load_reward_tokenizer(config, tokenizer, findings)
     check_vocabulary = functools.partial(_check_vocabulary, config, reads_own_ids=reward_tokenizer is not None)
     stop_token_ids = findings.run(lambda: _stop_token_ids(config, tokenizer, template))
     loader = findings.run(lambda: _make_loader(config, tokenizer, world))
@@ -190,9 +190,14 @@ def _check_ptx_vocabulary(config: Config, texts: list[Text]) -> None:
         )
 
 
-def _load_reward_tokenizer(config: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer of the reward model; None if it is the actor's, or there is no reward model."""
-    return load_other_tokenizer(config.models.reward, tokenizer) if config.models.reward else None
+def _load_reward_tokenizer(
+    config: Config, tokenizer: PreTrainedTokenizerBase, findings: Findings
+) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer of the reward model; None if it is the actor's, or there is no reward model to load."""
+    path, start = config.models.reward, f"models.reward = {config.models.reward}:"
+    if not path or any(message.startswith(start) for message in findings.messages):
+        return None
+    return findings.run(lambda: load_other_tokenizer(path, tokenizer))
 
 
 def _make_loader(config: Config, tokenizer: PreTrainedTokenizerBase, world: World) -> PromptLoader:
