@@ -44,4 +44,5 @@ def start_engine(
         seed=(config.run.seed * 1000 + rank) % 2**32,  # NumPy, which vLLM seeds, takes 32 bits
         aliased=aliased,
         gpus=gpus,
+        stall_timeout_s=config.run.stall_timeout_s,
     )

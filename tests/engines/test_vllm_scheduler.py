@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_rl.engines.vllm.scheduler import LOGPROBS, NUM_REQUESTS, WholeResponses, whole_response_scheduler
+from hybrid_rl.engines.vllm import scheduler as scheduler_module
+from hybrid_rl.engines.vllm.scheduler import (
+    LOGPROBS,
+    NUM_REQUESTS,
+    SIGN_INTERVAL_S,
+    WholeResponses,
+    whole_response_scheduler,
+)
 
 BLOCK = 16
 
@@ -41,7 +48,15 @@ class Scheduler(WholeResponses, Steps):
 
 
 @pytest.fixture
-def make():
+def clock(monkeypatch):
+    """The seconds that the scheduler reads, in a list of one."""
+    seconds = [0.0]
+    monkeypatch.setattr(scheduler_module, "time", Fake(monotonic=lambda: seconds[0]))
+    return seconds
+
+
+@pytest.fixture
+def make(clock):
     """Return a function that makes a scheduler with the requests a and b, whose steps return the given outputs."""
 
     def scheduler(steps, stop=()):
@@ -69,6 +84,15 @@ def test_a_response_is_sent_once_with_all_tokens_and_log_probs(make):
     assert step(scheduler, [-0.5, -3.0]) == {0: [("b", [3], {LOGPROBS: [-0.5]})]}
     assert step(scheduler, [-4.0, -0.25]) == {0: [("a", [7, 8, 9], {LOGPROBS: [-2.0, -3.0, -0.25]})]}
     assert scheduler.seen is None  # vLLM has no arrays to split by request
+
+
+def test_a_long_response_sends_signs_of_progress(make, clock):
+    scheduler = make([[("a", [7], None)]] * 4 + [[("a", [9], "length")]])
+    messages = []
+    for clock[0] in (0.5, SIGN_INTERVAL_S, 1.5, 2 * SIGN_INTERVAL_S, 2.5):
+        messages.append(step(scheduler, [-1.0, -2.0]))
+    assert messages[:4] == [{}, {0: []}, {}, {0: []}]
+    assert messages[4] == {0: [("a", [7, 7, 7, 7, 9], {LOGPROBS: [-2.0] * 5})]}
 
 
 def test_greedy_responses_have_no_logprobs(make):

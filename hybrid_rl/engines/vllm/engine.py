@@ -1,6 +1,8 @@
 """vLLM as a rollout engine in processes of its own. Whatever depends on vLLM's version is in this folder."""
 
+import logging
 import pickle
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -12,14 +14,23 @@ from hybrid_rl.engines import Generation, Sampling
 from hybrid_rl.engines.vllm.arguments import engine_arguments
 from hybrid_rl.engines.vllm.copies import BucketCopies
 from hybrid_rl.engines.vllm.environment import engine_environment
+from hybrid_rl.engines.vllm.folder import EngineFolder
+from hybrid_rl.engines.vllm.processes import EngineProcesses
 from hybrid_rl.engines.vllm.sampling import sampling_params, to_generation
-from hybrid_rl.engines.vllm.shared_memory import remove_shared_memory
+from hybrid_rl.engines.vllm.watch import Call, EngineWatch
 from hybrid_rl.weights.bucket import AliasedWeights, Slot
 from hybrid_rl.weights.protocols import TensorSlice
 
 _TAGS = ("weights", "kv_cache")
-_SHUTDOWN_TIMEOUT_S = 60.0
-"""vLLM's default of 5 s is too short for an engine that ends while other processes keep the cores busy."""
+_END_LIMIT_S = 60.0
+"""Time in which an engine ends that is asked to, also while other processes keep the cores busy."""
+_BROKEN_END_LIMIT_S = 5.0
+"""Time in which an engine ends that is in the middle of a call."""
+_CALL_LIMIT_S = 10.0
+"""Time in which an idle engine gives the trainer's bucket back before it ends."""
+_START_POLL_S = 0.5
+
+logger = logging.getLogger(__name__)
 
 
 class VllmEngine:
@@ -40,6 +51,7 @@ class VllmEngine:
         seed: int,
         aliased: AliasedWeights | None = None,
         gpus: Sequence[str] = (),
+        stall_timeout_s: float = 300.0,
     ) -> None:
         """Start the engine.
 
@@ -50,12 +62,29 @@ class VllmEngine:
             seed: of the engine's own generator.
             aliased: the trainer's weights, which the engine's parameters become views of; None for copies.
             gpus: names of the GPUs that the engine spans; none for the one GPU that this process sees.
-        """
-        with engine_environment(gpus):
-            import vllm
+            stall_timeout_s: see RunConfig.
 
-            self.llm = vllm.LLM(
-                **engine_arguments(
+        Raises:
+            EngineLostError: a process of the engine ends or makes no progress; by this and by every other method.
+        """
+        self._folder = EngineFolder()
+        self._processes = EngineProcesses()
+        self._watch = EngineWatch(self._processes, stall_timeout_s=stall_timeout_s)
+        self._copies = BucketCopies(
+            self._call_workers, self._watch, num_workers=max(1, len(gpus)), folder=self._folder.path
+        )
+        self._starting: Call[Any] | None = None
+        self._is_closed = False
+        self.weights_version = 0
+        self._weights_valid = False
+        self._can_sleep = can_sleep
+        self._is_aliased = aliased is not None
+        self._is_complete = self._is_aliased  # AliasLoader has checked it
+        self._has_tokenizer = bool(config.stop_strings)
+        self._mapped = set(_TAGS)
+        try:
+            with engine_environment(gpus, folder=self._folder.path, report=self._processes.report_path):
+                arguments = engine_arguments(
                     model,
                     config,
                     dtype=dtype,
@@ -65,15 +94,35 @@ class VllmEngine:
                     aliased=aliased,
                     gpus=gpus,
                 )
-            )
-        self.weights_version = 0
-        self._copies = BucketCopies(self.llm)
-        self._weights_valid = False
-        self._can_sleep = can_sleep
-        self._is_aliased = aliased is not None
-        self._is_complete = self._is_aliased  # AliasLoader has checked it
-        self._has_tokenizer = bool(config.stop_strings)
-        self._mapped = set(_TAGS)
+                self._start(arguments)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, arguments: dict[str, Any]) -> None:
+        """Start vLLM; the CPU time of its processes is the progress of the start."""
+        import vllm
+
+        self._starting = Call(lambda: vllm.LLM(**arguments))
+        self._watch.wait(self._starting.has_ended, "start", progress=self._start_progress, poll_s=_START_POLL_S)
+        self.llm = self._watch.result(self._starting, "start")
+        core = self.llm.llm_engine.engine_core
+        receive = core.get_output
+
+        def get_output() -> Any:
+            outputs = receive()
+            self._watch.sign_of_progress()
+            return outputs
+
+        core.get_output = get_output
+        self._processes.watch_workers(self._rpc("hybrid_pid", doing="name its processes"))
+        self._folder.record(self._processes.shared_memory())
+
+    def _start_progress(self) -> int | None:
+        """Return the seconds of CPU time of all processes; None while one is stopped."""
+        self._folder.record(self._processes.shared_memory())
+        running = self._processes.running()
+        return None if any(stat.is_stopped for stat in running) else int(sum(stat.cpu_s for stat in running))
 
     def generate(
         self, prompts: Sequence[list[int]], sampling: Sampling, seeds: Sequence[int] | None
@@ -97,12 +146,14 @@ class VllmEngine:
         each_seed = [None] * len(prompts) if seeds is None else seeds
         parameters = [sampling_params(sampling, seed, num_requests=len(prompts)) for seed in each_seed]
         requests = [{"prompt_token_ids": ids} for ids in prompts]
-        outputs = self.llm.generate(requests, parameters, use_tqdm=False)
+        outputs = self._watch.call(
+            lambda: self.llm.generate(requests, parameters, use_tqdm=False), f"generate {len(prompts)} responses"
+        )
         return [to_generation(output, sampling) for output in outputs]
 
     def seed(self, seed: int) -> None:
         """Seed the generator of every worker; see RolloutEngine."""
-        self._call("hybrid_seed", seed)
+        self._rpc("hybrid_seed", seed, doing="take a seed")
 
     def open_bucket(self, handle: bytes, plan: list[list[Slot]]) -> None:
         """Map the trainer's bucket in every worker; see RolloutEngine."""
@@ -128,16 +179,17 @@ class VllmEngine:
         """
         self._copies.wait()
         if not self._is_complete:  # checked once, because every weight sync fills the same elements
-            self._call("hybrid_check_complete")
+            self._rpc("hybrid_check_complete", doing="check its weights")
             self._is_complete = True
-        if self.llm.reset_prefix_cache() is False:
+        if self._watch.call(self.llm.reset_prefix_cache, "drop its prefix cache") is False:
             raise RuntimeError("the engine keeps its prefix cache of older weights: requests are still running")
         self._weights_valid = True
         self.weights_version += 1
 
     def checksums(self, names: Sequence[str]) -> list[dict[str, list[tuple[TensorSlice, int]]]]:
         """Return the checksums of the named tensors, per worker; see RolloutEngine."""
-        return [pickle.loads(message) for message in self._call("hybrid_checksums", pickle.dumps(list(names)))]
+        messages = self._rpc("hybrid_checksums", pickle.dumps(list(names)), doing="compute checksums of its weights")
+        return [pickle.loads(message) for message in messages]
 
     def unmap(self, tag: str) -> None:
         """Give up `weights` or `kv_cache`; the memory is unmapped once both are given up, in one level-2 sleep.
@@ -151,31 +203,63 @@ class VllmEngine:
         if tag == "weights":
             self._weights_valid = False
         if self._can_sleep and self._mapped <= ({"weights"} if self._is_aliased else set()):
-            self.llm.sleep(level=2)
+            self._watch.call(lambda: self.llm.sleep(level=2), "give up its memory")
 
     def map(self, tag: str) -> None:
         """Map the memory of `weights` or `kv_cache` again, without its contents."""
         if tag == "weights" and self._is_aliased:
             return
         if self._can_sleep:  # vLLM resumes its scheduler with the last tag; with aliases both tags come at once
-            self.llm.wake_up(tags=None if self._is_aliased else [tag])
+            tags = None if self._is_aliased else [tag]
+            self._watch.call(lambda: self.llm.wake_up(tags=tags), "map its memory")
         self._mapped.add(tag)
 
     def close(self) -> None:
-        """Unmap the trainer's bucket, end the engine's processes and remove the shared memory that they leave.
+        """End the engine's processes, whatever state they are in, and remove what they leave; raise nothing.
 
-        No CUDA IPC handle may be open when the process that exported it ends.
+        An engine that is in the middle of a call, or does not answer, is killed. A second call does nothing.
         """
-        with suppress(Exception):  # an error of a copy was raised when the weight sync finished
-            self._copies.wait()
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._give_bucket_back()
         self._copies.close()
-        blocks: set[str] = set().union(*map(pickle.loads, self.llm.collective_rpc("hybrid_close_bucket")))
-        self.llm.llm_engine.engine_core.shutdown(timeout=_SHUTDOWN_TIMEOUT_S)
-        remove_shared_memory(blocks)
+        limit_s = _BROKEN_END_LIMIT_S if self._watch.is_broken else _END_LIMIT_S
+        if self._processes.end(limit_s) and not self._watch.is_broken:
+            logger.warning("the rollout engine did not end when it was asked to, and was killed")
+        self._end_client()
+        self._processes.close()
+        self._folder.remove()
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()  # memory that the engine had open can be freed from this point on
 
-    def _call(self, method: str, *arguments: Any) -> list[Any]:
+    def _give_bucket_back(self) -> None:
+        """Let an idle engine unmap the bucket: no CUDA IPC handle may be open when its exporter ends."""
+        self._watch.stall_timeout_s = min(self._watch.stall_timeout_s, _CALL_LIMIT_S)
+        if self._watch.is_broken or any(stat.is_stopped for stat in self._processes.running()):
+            return
+        with suppress(Exception):  # an error of a copy was raised when the weight sync finished
+            self._copies.wait()
+        if self._watch.is_broken:
+            return
+        try:
+            self._watch.call(lambda: self._call_workers("hybrid_close_bucket"), "unmap the bucket")
+        except Exception as error:
+            logger.warning("the rollout engine is ended without its consent: %s", error)
+
+    def _end_client(self) -> None:
+        """End vLLM's side in this process, of a start in progress too."""
+        deadline = time.monotonic() + _CALL_LIMIT_S
+        while self._starting and not self._starting.has_ended(_START_POLL_S) and time.monotonic() < deadline:
+            self._processes.end(0.0)  # a core process that the start has just launched
+        if hasattr(self, "llm"):
+            Call(lambda: self.llm.llm_engine.engine_core.shutdown(timeout=0.0)).has_ended(_CALL_LIMIT_S)
+
+    def _call_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Return the results of a method of every worker."""
+        return self.llm.collective_rpc(method, args=arguments)
+
+    def _rpc(self, method: str, *arguments: Any, doing: str) -> list[Any]:
         """Return the results of a method of every worker, called when the last bucket is copied."""
         self._copies.wait()
-        return self.llm.collective_rpc(method, args=arguments)
+        return self._watch.call(lambda: self._call_workers(method, *arguments), doing)

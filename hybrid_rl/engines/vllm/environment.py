@@ -4,9 +4,11 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
+from hybrid_rl.engines.vllm.lifetime import FOLDER, REPORT, TRAINER_PID
 from hybrid_rl.machine.allocator import ALLOCATOR_VARIABLES
 from hybrid_rl.memory.device import without_expandable_segments
 
@@ -27,15 +29,6 @@ _CPU_DEFAULTS = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # vLLM warns that it binds memory to the NUMA node of its cores
 }
 
-_MAX_SOCKET_FOLDER = 60
-"""Characters of a folder for Unix sockets: their paths have at most 107, of which vLLM's names take 37."""
-
-
-def socket_folder() -> str:
-    """Return the folder for Unix sockets: the temporary folder, or /tmp where its path is too long for a socket."""
-    folder = tempfile.gettempdir()
-    return folder if len(folder) <= _MAX_SOCKET_FOLDER else "/tmp"
-
 
 def group_environment(gpus: Sequence[str], *, has_cuda: bool) -> dict[str, str]:
     """Return the variables that an engine over several GPUs needs; none for an engine on one GPU.
@@ -50,13 +43,15 @@ def group_environment(gpus: Sequence[str], *, has_cuda: bool) -> dict[str, str]:
 
 
 @contextmanager
-def engine_environment(gpus: Sequence[str] = ()) -> Iterator[None]:
+def engine_environment(gpus: Sequence[str] = (), *, folder: Path | None = None, report: str = "") -> Iterator[None]:
     """Set the variables that an engine process inherits while the body starts it; restore all variables afterwards.
 
     Args:
         gpus: see group_environment.
+        folder: temporary folder of the engine's processes; None for the trainer's.
+        report: file for the exit codes of workers, see EngineProcesses.report_path.
     """
-    before = dict(os.environ)
+    before, folder_before = dict(os.environ), tempfile.tempdir
     try:
         # The ranks of the trainer are not those of the engine. With torch's agent named as the owner of the store, the
         # engine would wait for a store at a port that nobody serves.
@@ -65,12 +60,27 @@ def engine_environment(gpus: Sequence[str] = ()) -> Iterator[None]:
         for name in ALLOCATOR_VARIABLES:  # vLLM's sleep mode does not work with expandable segments
             if name in os.environ:
                 os.environ[name] = without_expandable_segments(os.environ[name])
-        os.environ["HYBRID_RL_TRAINER_PID"] = str(os.getpid())
+        os.environ[TRAINER_PID] = str(os.getpid())
         for name, value in (_DEFAULTS if torch.cuda.is_available() else _DEFAULTS | _CPU_DEFAULTS).items():
             os.environ.setdefault(name, value)
-        os.environ.setdefault("VLLM_RPC_BASE_PATH", socket_folder())
         os.environ.update(group_environment(gpus, has_cuda=torch.cuda.is_available()))
+        if folder:
+            os.environ.update(_folder_environment(folder, report))
+            tempfile.tempdir = str(folder)  # a process that is forked does not read TMPDIR again
         yield
     finally:
         os.environ.clear()
         os.environ.update(before)
+        tempfile.tempdir = folder_before
+
+
+def _folder_environment(folder: Path, report: str) -> dict[str, str]:
+    """Return the variables by which all files of an engine's processes lie in its folder, except compiled kernels."""
+    kernels = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+    return {
+        "TMPDIR": str(folder),
+        "VLLM_RPC_BASE_PATH": str(folder),
+        "TORCHINDUCTOR_CACHE_DIR": kernels,
+        FOLDER: str(folder),
+        REPORT: report,
+    }

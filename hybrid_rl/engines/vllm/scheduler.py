@@ -12,14 +12,18 @@ It starts with the first step of a generation when all of its requests have arri
 request arrives would decide which ones are computed together, and with that the last bits of the log-probs.
 """
 
+import time
 from typing import Any
 
+from hybrid_rl.engines.vllm.lifetime import end_with_trainer, report_ended_workers
 from hybrid_rl.engines.vllm.signals import handle_sigterm_in_thread
 
 LOGPROBS = "hybrid_rl_logprobs"
 """Key of a response's log-probs in `kv_transfer_params`, the one dictionary that vLLM passes on unchanged."""
 NUM_REQUESTS = "hybrid_rl_num_requests"
 """Key of `extra_args` in a request's SamplingParams: number of the requests of one call of generate."""
+SIGN_INTERVAL_S = 1.0
+"""Time between two messages which tell the trainer that the engine makes progress."""
 
 
 class WholeResponses:
@@ -33,6 +37,7 @@ class WholeResponses:
         super().__init__(**arguments)
         self._kept: dict[str, tuple[list[int], list[float]]] = {}
         self._has_stop_strings = False
+        self._last_sign = time.monotonic()
         self._num_missing = 0  # requests of the current call of generate that have not arrived
         groups = arguments["kv_cache_config"].kv_cache_groups
         if [type(group.kv_cache_spec).__name__ for group in groups] == ["FullAttentionSpec"]:
@@ -65,7 +70,17 @@ class WholeResponses:
             group.outputs = [output for output in group.outputs if self._is_whole(output, rows, values)]
         if not self.requests:  # type: ignore[attr-defined]
             self._kept.clear()  # of requests that were aborted
-        return {client: group for client, group in found.items() if group.outputs}
+        return {client: group for client, group in found.items() if group.outputs} or self._sign_of_progress()
+
+    def _sign_of_progress(self) -> dict[int, Any]:
+        """Return a message without outputs to the trainer, which would otherwise hear nothing for a long response."""
+        from vllm.v1.engine import EngineCoreOutputs
+
+        now = time.monotonic()
+        if now - self._last_sign < SIGN_INTERVAL_S:
+            return {}
+        self._last_sign = now
+        return {0: EngineCoreOutputs()}
 
     def _is_whole(self, output: Any, rows: dict[str, int], values: list[float]) -> bool:
         """Keep what a request got in this step; at its end, replace its output by that of the whole response."""
@@ -114,9 +129,11 @@ def whole_response_scheduler(**arguments: Any) -> Any:
 
 
 def start_scheduler(**arguments: Any) -> Any:
-    """Return the scheduler of an engine process, for vLLM's `scheduler_cls`; called in its main thread.
+    """Return the scheduler of an engine's core process, for vLLM's `scheduler_cls`; called in its main thread.
 
     vLLM's own start leaves no other hook in this process, which is not a worker where the engine spans several GPUs.
     """
     handle_sigterm_in_thread()
+    end_with_trainer()
+    report_ended_workers()
     return whole_response_scheduler(**arguments)

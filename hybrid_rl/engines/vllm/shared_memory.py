@@ -1,22 +1,26 @@
-"""Blocks of multiprocessing.shared_memory, by which vLLM's processes exchange messages."""
+"""Blocks of shared memory by which vLLM's processes exchange messages and, on a CPU, tensors."""
 
 import re
 from collections.abc import Iterable
-from multiprocessing.shared_memory import SharedMemory
+from contextlib import suppress
+from pathlib import Path
+
+_NAME = r"(?:psm|vllm_dist)_[\w.:\[\]-]+"
+"""Names of multiprocessing.shared_memory, and of vLLM's tensors on a CPU."""
 
 
-def mapped_shared_memory() -> set[str]:
-    """Return the names of the multiprocessing.shared_memory blocks that this process maps."""
-    with open("/proc/self/maps") as maps:
-        return set(re.findall(r"/dev/shm/(psm_\w+)$", maps.read(), re.MULTILINE))
+def mapped_shared_memory(pid: int) -> set[str]:
+    """Return the names of the blocks that a process maps; none if it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return set()
+    return set(re.findall(rf"/dev/shm/({_NAME})$", text, re.MULTILINE))
 
 
 def remove_shared_memory(names: Iterable[str]) -> None:
-    """Remove the blocks that processes left behind when they ended; skip the names that no longer exist."""
+    """Remove the blocks that processes left behind when they ended; skip other names, and names that do not exist."""
     for name in names:
-        try:
-            block = SharedMemory(name)
-        except FileNotFoundError:
-            continue
-        block.close()
-        block.unlink()
+        if re.fullmatch(_NAME, name):
+            with suppress(OSError):
+                Path("/dev/shm", name).unlink()

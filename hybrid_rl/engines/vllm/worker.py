@@ -2,11 +2,8 @@
 
 import base64
 import gc
-import logging
 import os
 import pickle
-import select
-import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Client, Connection
 from typing import Any
@@ -17,11 +14,9 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from hybrid_rl.engines.vllm.arguments import LOAD_FORMAT
-from hybrid_rl.engines.vllm.shared_memory import mapped_shared_memory
+from hybrid_rl.engines.vllm.lifetime import end_with_trainer
 from hybrid_rl.weights.bucket import AliasedWeights, Slot, copy_tensors, open_ipc_bucket
 from hybrid_rl.weights.routes import Routes
-
-logger = logging.getLogger(__name__)
 
 
 def keep_cpu_weights_plain() -> None:
@@ -36,27 +31,6 @@ def keep_cpu_weights_plain() -> None:
         layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
 
     layer_utils.dispatch_cpu_unquantized_gemm = plain_linear
-
-
-def end_with_trainer() -> None:
-    """End this process, and with it the engine, when the trainer ends, even by SIGKILL.
-
-    Without it, vLLM would wait for requests forever and occupy the device's memory.
-    """
-    trainer = int(os.environ.get("HYBRID_RL_TRAINER_PID", os.getpid()))
-    if trainer == os.getpid():
-        return
-    try:
-        descriptor = os.pidfd_open(trainer)
-    except OSError as error:  # a sandbox may forbid it; then only a killed trainer leaves its engine behind
-        logger.warning("cannot watch the trainer process %d: %s", trainer, error)
-        return
-
-    def watch() -> None:
-        select.select([descriptor], [], [])  # readable once the process has ended
-        os._exit(1)
-
-    threading.Thread(target=watch, name="end_with_trainer", daemon=True).start()
 
 
 class AliasLoader(BaseModelLoader):
@@ -162,17 +136,16 @@ class WorkerExtension:
         names: Sequence[str] = pickle.loads(message)
         return pickle.dumps(self._routes.checksums(names))
 
-    def hybrid_close_bucket(self) -> bytes:
-        """Unmap the trainer's bucket, and return the pickled names of the queues' shared memory.
-
-        The owner of a queue removes its memory in a finalizer, which does not run in a process that is killed. Both
-        ends of every queue are mapped here, so the trainer gets the names from this process.
-        """
+    def hybrid_close_bucket(self) -> None:
+        """Unmap the trainer's bucket."""
         if hasattr(self.model_runner.model, "hybrid_routes"):
             self._routes.close()
         self._plan, self._copies = [], {}
         gc.collect()
-        return pickle.dumps(mapped_shared_memory())
+
+    def hybrid_pid(self) -> int:
+        """Return the id of this worker's process."""
+        return os.getpid()
 
     def hybrid_seed(self, seed: int) -> None:
         """Seed this worker's generator."""

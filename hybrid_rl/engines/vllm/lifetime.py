@@ -1,0 +1,83 @@
+"""Ends the engine's processes with the trainer, and reports the ends of workers to it. Runs in vLLM's processes."""
+
+import functools
+import logging
+import multiprocessing
+import os
+import select
+import threading
+import time
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from hybrid_rl.engines.vllm.folder import remove_folder
+from hybrid_rl.engines.vllm.shared_memory import mapped_shared_memory, remove_shared_memory
+
+TRAINER_PID, FOLDER, REPORT = "HYBRID_RL_TRAINER_PID", "HYBRID_RL_ENGINE_FOLDER", "HYBRID_RL_ENDED_WORKERS"
+"""Environment variables of an engine's processes: id of the trainer, the engine's folder, file of exit codes."""
+_WORKER_DELAY_S = 0.5
+"""How much later than the core process its workers end: it would report their end as an error, in many lines."""
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def end_with_trainer() -> None:
+    """End this process, and with it the engine, when the trainer ends, even by SIGKILL.
+
+    Without it, vLLM would wait for requests forever and occupy the device's memory. A second call changes nothing.
+    """
+    trainer = int(os.environ.get(TRAINER_PID, os.getpid()))
+    if trainer == os.getpid():
+        return
+    try:
+        descriptor = os.pidfd_open(trainer)
+    except ProcessLookupError:  # it has ended while vLLM was imported
+        _end()
+        return
+    except OSError as error:  # a sandbox may forbid it; then only a killed trainer leaves its engine behind
+        logger.warning("cannot watch the trainer process %d: %s", trainer, error)
+        return
+
+    def watch() -> None:
+        select.select([descriptor], [], [])  # readable once the process has ended
+        if os.getppid() != trainer and multiprocessing.parent_process():
+            time.sleep(_WORKER_DELAY_S)
+        _end()
+
+    threading.Thread(target=watch, name="end_with_trainer", daemon=True).start()
+
+
+def _end() -> None:
+    """Remove what the trainer would have removed, and end this process at once."""
+    remove_shared_memory(mapped_shared_memory(os.getpid()))
+    if FOLDER in os.environ:
+        remove_folder(Path(os.environ[FOLDER]))
+    os._exit(1)
+
+
+def report_ended_workers() -> None:
+    """Write the id and the exit code of each worker process that ends to a file of the trainer, as a line.
+
+    Called in the core process, which alone gets the exit codes of its workers.
+    """
+    workers = {worker.sentinel: worker for worker in multiprocessing.active_children()}
+    if not workers or REPORT not in os.environ:
+        return
+    file = open(os.environ[REPORT], "a", buffering=1)  # noqa: SIM115
+
+    def watch() -> None:
+        while workers:
+            for sentinel in wait(list(workers)):
+                worker = workers.pop(sentinel)  # type: ignore[call-overload]
+                file.write(f"{worker.pid} {_exit_code(worker)}\n")
+
+    threading.Thread(target=watch, name="report_ended_workers", daemon=True).start()
+
+
+def _exit_code(worker: BaseProcess) -> int:
+    """Return the exit code of a process that ends; None is not final: another thread may be asking at the moment."""
+    while (code := worker.exitcode) is None:
+        time.sleep(0.01)
+    return code

@@ -1,0 +1,164 @@
+"""The processes of an engine, seen from the trainer: which ones there are, how they ended, and how to end them."""
+
+import multiprocessing
+import os
+import re
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from hybrid_rl.engines.vllm.shared_memory import mapped_shared_memory
+
+_POLL_S = 0.05
+_KILL_LIMIT_S = 10.0
+"""Time in which the kernel ends a process that was killed, unless the process waits for a disk or a driver."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessStat:
+    """State of a process from /proc."""
+
+    pid: int
+    parent: int
+    state: str
+    """Letter of the state: R running, S sleeping, D waiting for a device, T stopped, t traced, Z ended."""
+    cpu_s: float
+    started: int
+    """Time of its start, by which a later process with the same id differs."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal or a debugger has stopped the process."""
+        return self.state in "Tt"
+
+
+def read_stat(pid: int) -> ProcessStat | None:
+    """Return the state of a process; None if there is none with that id."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text[text.rindex(")") + 2 :].split()  # the name before may contain spaces and parentheses
+    ticks = int(fields[11]) + int(fields[12])
+    cpu_s = ticks / os.sysconf("SC_CLK_TCK")
+    return ProcessStat(pid=pid, parent=int(fields[1]), state=fields[0], cpu_s=cpu_s, started=int(fields[19]))
+
+
+def descendants(pids: Sequence[int]) -> list[ProcessStat]:
+    """Return the processes with these ids and all that they have started, as far as they run."""
+    stats = [stat for name in os.listdir("/proc") if name.isdigit() and (stat := read_stat(int(name)))]
+    found = [stat for stat in stats if stat.pid in pids]
+    for parent in found:
+        found += [stat for stat in stats if stat.parent == parent.pid and stat not in found]
+    return [stat for stat in found if stat.state not in "ZX"]
+
+
+def how_it_ended(exit_code: int | None) -> str:
+    """Return the end of a process in words, after its subject."""
+    if exit_code is None:
+        return "has ended"
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    with suppress(ValueError):
+        return f"was killed by {signal.Signals(-exit_code).name} (exit code {exit_code})"
+    return f"was killed by signal {-exit_code} (exit code {exit_code})"
+
+
+class EngineProcesses:
+    """The core process of an engine and its worker processes, of which the trainer is not the parent.
+
+    With one GPU the core process is the worker.
+    """
+
+    def __init__(self) -> None:
+        """Start to watch for the core process, which the trainer starts after this call."""
+        self._others = set(multiprocessing.active_children())
+        self._cores: list[BaseProcess] = []
+        self._workers: dict[int, int] = {}  # id of the process -> time of its start
+        self._report = os.memfd_create("hybrid_rl_ended_workers")
+
+    @property
+    def report_path(self) -> str:
+        """File to which the core process writes how its workers ended, see signals.report_ended_workers."""
+        return f"/proc/{os.getpid()}/fd/{self._report}"
+
+    @property
+    def cores(self) -> list[BaseProcess]:
+        """The core process; none before it is started."""
+        started = [p for p in multiprocessing.active_children() if p.name.startswith("EngineCore")]
+        self._cores += [p for p in started if p not in self._others and p not in self._cores]
+        return self._cores
+
+    def watch_workers(self, pids: Sequence[int]) -> None:
+        """Watch the worker processes with these ids, too."""
+        cores = [core.pid for core in self.cores]
+        stats = [read_stat(pid) for pid in pids if pid not in cores]
+        self._workers = {stat.pid: stat.started for stat in stats if stat}
+
+    def ended(self) -> list[tuple[int, int | None]]:
+        """Return id and exit code of the processes that have ended, first the ones that a signal has killed."""
+        codes = {core.pid: core.exitcode for core in self.cores if core.exitcode is not None}
+        gone = [pid for pid, started in self._workers.items() if not _runs(pid, started)]
+        if gone:
+            reported = self._reported()
+            codes |= {pid: reported.get(pid) for pid in gone}
+        return sorted(codes.items(), key=lambda item: (item[1] is None, item[1] or 0))
+
+    def _reported(self) -> dict[int, int]:
+        """Return the exit codes of workers that the core process has written so far."""
+        text = os.pread(self._report, 1 << 16, 0).decode()
+        return {int(pid): int(code) for pid, code in re.findall(r"^(\d+) (-?\d+)$", text, re.MULTILINE)}
+
+    def running(self) -> list[ProcessStat]:
+        """Return the processes that run, with all that they have started, the core process first."""
+        workers = [pid for pid, started in self._workers.items() if _runs(pid, started)]
+        return descendants([*(core.pid for core in self.cores if core.exitcode is None), *workers])
+
+    def shared_memory(self) -> set[str]:
+        """Return the names of the blocks of shared memory that the processes use among themselves."""
+        names = [mapped_shared_memory(stat.pid) for stat in self.running()]
+        return set().union(*names) - mapped_shared_memory(os.getpid())
+
+    def end(self, limit_s: float) -> bool:
+        """End all processes: ask the core process, and kill what still runs after limit_s or is stopped.
+
+        Returns:
+            whether a process had to be killed.
+        """
+        running = self.running()
+        for core in self.cores:
+            if core.exitcode is None and limit_s > 0:
+                core.terminate()
+        deadline, is_killed = time.monotonic() + limit_s, False
+        while running := _still(running):
+            is_late = time.monotonic() > deadline
+            if time.monotonic() > deadline + _KILL_LIMIT_S:
+                break
+            for stat in running:
+                if is_late or stat.is_stopped:
+                    is_killed = True
+                    with suppress(ProcessLookupError):
+                        os.kill(stat.pid, signal.SIGKILL)
+            time.sleep(_POLL_S)
+        for core in self.cores:
+            core.join(_POLL_S)
+        return is_killed
+
+    def close(self) -> None:
+        """Close the file of the exit codes."""
+        os.close(self._report)
+
+
+def _runs(pid: int, started: int) -> bool:
+    stat = read_stat(pid)
+    return stat is not None and stat.started == started and stat.state not in "ZX"
+
+
+def _still(running: Sequence[ProcessStat]) -> list[ProcessStat]:
+    """Return the new state of those of the processes that still run."""
+    pairs = [(old, read_stat(old.pid)) for old in running]
+    return [new for old, new in pairs if new and new.started == old.started and new.state not in "ZX"]

@@ -1,0 +1,155 @@
+"""Waits of the trainer on its engine, which end when a process of the engine ends or makes no progress."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from hybrid_rl.engines.vllm.processes import EngineProcesses, how_it_ended
+from hybrid_rl.errors import EngineLostError
+
+T = TypeVar("T")
+
+_POLL_S = 0.1
+_LONGEST_POLL_S = 1.0
+"""Most that a poll counts as time without progress: a trainer that was suspended itself has not waited."""
+_REPORT_S = 0.5
+"""Time in which the engine's core process reports how a worker ended."""
+_DEATH_S = 5.0
+"""Time in which the engine's core process ends after vLLM has reported that it fails."""
+
+
+class Call(Generic[T]):
+    """A function that runs in a daemon thread: it does not keep the trainer alive when it never returns."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="engine_call", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._work()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def has_ended(self, timeout_s: float) -> bool:
+        """Return whether the function has returned or raised, after a wait of at most timeout_s."""
+        return self._ended.wait(timeout_s)
+
+    def result(self) -> T:
+        """Return what the function has returned, or raise what it has raised, once it has ended."""
+        if self._error:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+
+class EngineWatch:
+    """Waits for the engine; the one place that decides that it is lost.
+
+    Every wait is for something that the engine does: `doing` completes the sentence "the trainer waits for it to".
+    """
+
+    def __init__(self, processes: EngineProcesses, *, stall_timeout_s: float) -> None:
+        """Take the processes to watch, and the time without progress after which the engine counts as lost."""
+        self._processes = processes
+        self.stall_timeout_s = stall_timeout_s
+        self._num_signs = 0
+        self.is_broken = False
+        """Whether a wait has ended early, so that the engine may be in the middle of a call."""
+
+    def sign_of_progress(self) -> None:
+        """Start the time without progress of the current wait anew."""
+        self._num_signs += 1
+
+    def call(self, work: Callable[[], T], doing: str, **limits: Any) -> T:
+        """Return the result of a function that calls the engine, and runs in a thread; see wait.
+
+        Raises:
+            EngineLostError: the engine is lost.
+            Exception: what the function raises.
+        """
+        call = Call(work)
+        self.wait(call.has_ended, doing, **limits)
+        return self.result(call, doing)
+
+    def result(self, call: Call[T], doing: str) -> T:
+        """Return the result of a call that has ended; see call."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return call.result()
+        except Exception as error:
+            deadline = time.monotonic() + (_DEATH_S if isinstance(error, EngineDeadError) else 0.0)
+            while not self._processes.ended() and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+            self._raise_if_ended(doing, error)
+            if isinstance(error, EngineDeadError):
+                self.is_broken = True
+                raise EngineLostError(
+                    f"the rollout engine has failed, its own error is above; the trainer waits for it to {doing}"
+                ) from error
+            raise
+
+    def wait(
+        self,
+        is_done: Callable[[float], bool],
+        doing: str,
+        *,
+        progress: Callable[[], Any] | None = None,
+        limit_s: float | None = None,
+        poll_s: float = _POLL_S,
+    ) -> None:
+        """Wait until is_done(seconds), which waits so long itself, returns True.
+
+        Args:
+            progress: returns something that differs from its last result if the engine makes progress; by default the
+                number of calls of sign_of_progress.
+            limit_s: time without progress; run.stall_timeout_s by default.
+
+        Raises:
+            EngineLostError: a process of the engine has ended, or there was no progress for limit_s.
+        """
+        limit_s = self.stall_timeout_s if limit_s is None else limit_s
+        progress = progress or (lambda: self._num_signs)
+        idle_s, last_time, last_progress = 0.0, time.monotonic(), progress()
+        is_complete = False
+        try:
+            while not is_done(poll_s):
+                self._raise_if_ended(doing)
+                now, made = time.monotonic(), progress()
+                idle_s = 0.0 if made != last_progress else idle_s + min(now - last_time, _LONGEST_POLL_S)
+                last_time, last_progress = now, made
+                if idle_s >= limit_s:
+                    raise EngineLostError(f"{self._who_stalls(limit_s)}; the trainer waits for it to {doing}")
+            is_complete = True
+        finally:
+            self.is_broken |= not is_complete
+
+    def _raise_if_ended(self, doing: str, cause: Exception | None = None) -> None:
+        """Raise EngineLostError if a process of the engine has ended."""
+        if not self._processes.ended():
+            return
+        self.is_broken = True
+        time.sleep(_REPORT_S)
+        pid, code = self._processes.ended()[0]
+        hint = {-9: ": a system that runs out of memory kills processes, see dmesg"}.get(code or 0, "")
+        hint = ": its own error is above" if code and code > 0 else hint
+        raise EngineLostError(
+            f"process {pid} of the rollout engine {how_it_ended(code)}{hint}; the trainer waits for it to {doing}"
+        ) from cause
+
+    def _who_stalls(self, limit_s: float) -> str:
+        """Return which process is stopped or does not respond, as the start of a sentence."""
+        running = self._processes.running()
+        stopped = [stat for stat in running if stat.is_stopped]
+        pid = (stopped or running)[0].pid if running else "unknown"
+        is_what = "is stopped (SIGSTOP or a debugger)" if stopped else "does not respond"
+        return (
+            f"process {pid} of the rollout engine {is_what} and has made no progress for {limit_s:g} s "
+            "(run.stall_timeout_s)"
+        )
