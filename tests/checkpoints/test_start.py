@@ -41,7 +41,7 @@ def save(config: Config, *steps: int) -> Path:
     """Write checkpoints of a run with these settings, and return the folder of the last one."""
     folder = RunFolder(config, WORLD)
     start = folder.accept(decide_start(config))
-    folder.write_record()
+    folder.write_record(step=0, environment={})
     for step in steps:
         parts = {"actor": Snapshot(tensors={"weight": torch.full((64,), float(step))})}
         write(config.run_dir, step, parts, {"run": folder.identity()}, keep_last=9, world=WORLD)
@@ -260,7 +260,7 @@ def record(config: Config, start: Start) -> str:
     """Let a run start and end before its first checkpoint, after a row of metrics; return its id."""
     folder = RunFolder(config, WORLD)
     folder.accept(start)
-    folder.write_record()
+    folder.write_record(step=0, environment={})
     (config.run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
     folder.close()
     return folder.run_id
