@@ -1,7 +1,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: anew help run soak test lint docs format lock install
+.PHONY: anew audit help run soak test lint docs format lock install
 
 DEVICE := $(shell nvidia-smi -L 2>/dev/null | grep GPU >/dev/null && echo gpu || echo cpu)
 LOCK := requirements/$(DEVICE).txt
@@ -36,6 +36,9 @@ test: lint docs  ## lint, the documentation, and every test that needs no GPU an
 
 test-slow: $(STAMP)  ## the tests marked slow that need no GPU
 	$(PYTEST) -m "slow and not gpu and not multi_gpu"
+
+audit: .venv/bin/uv  ## known vulnerabilities of the locked packages; needs a network
+	.venv/bin/python requirements/audit.py requirements/cpu.txt requirements/gpu.txt
 
 soak: $(STAMP)  ## 50,000 fuzz cases; other numbers with ARGS="--cases 5000 --seed 7"
 	HF_HUB_OFFLINE=1 .venv/bin/python -m tests.fuzz.soak $(ARGS)

