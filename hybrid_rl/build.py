@@ -377,7 +377,7 @@ class RewardModelScorer:
         """Return the score of each response, [B] float32; ranks that are sequence parallel call it together."""
         if self._tokenizer is not None:
             rollouts = reencode(rollouts, self._tokenizer, actor_tokenizer=self._actor_tokenizer)
-        return apply_together(self._ranks, rollouts, self._score)
+        return apply_together(self._ranks, rollouts, self._score, Rollout)
 
     def _score(self, rollouts: Sequence[Rollout]) -> Tensor:
         return sequence_values(self._model, make_train_batch(rollouts), self._packing)

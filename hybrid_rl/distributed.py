@@ -2,9 +2,7 @@
 
 import dataclasses
 import datetime
-import io
 import os
-import pickle
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +11,8 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from hybrid_rl import exchange
 
 T = TypeVar("T")
 
@@ -82,25 +82,18 @@ class World:
         """Return the pieces, padded with empty ones to the largest number on any rank, so that all call as often."""
         return pieces + [[]] * (self.max(len(pieces)) - len(pieces))
 
-    def all_gather(self, item: Any) -> list[Any]:
-        """Return the picklable items of all ranks in rank order, on every rank."""
-        if self.size == 1:
-            return [item]
-        items: list[Any] = [None] * self.size
-        dist.all_gather_object(items, item, group=self.group)
-        return items
+    def all_gather(self, item: Any, *classes: type) -> list[Any]:
+        """Return the items of all ranks in rank order, on every rank.
 
-    def all_to_all(self, items: Sequence[Any]) -> list[Any]:
-        """Send item i of `size` picklable items to rank i; return the items sent here, in rank order."""
-        if self.size == 1:
-            return list(items)
-        outgoing = [torch.frombuffer(_pickled(item), dtype=torch.uint8) for item in items]
-        sizes = torch.tensor([len(part) for part in outgoing])
-        coming = torch.empty_like(sizes)
-        dist.all_to_all_single(coming, sizes, group=self.group)
-        incoming = torch.empty(int(coming.sum()), dtype=torch.uint8)
-        dist.all_to_all_single(incoming, torch.cat(outgoing), coming.tolist(), sizes.tolist(), group=self.group)
-        return [pickle.loads(part.numpy()) for part in incoming.split(coming.tolist())]
+        Args:
+            item: see serialization.encode.
+            classes: dataclasses that may occur in the items, see serialization.decode.
+        """
+        return [item] if self.size == 1 else exchange.all_gather(item, *classes, size=self.size, group=self.group)
+
+    def all_to_all(self, items: Sequence[Any], *classes: type) -> list[Any]:
+        """Send item i of `size` items to rank i; return the items sent here, in rank order; see all_gather."""
+        return list(items) if self.size == 1 else exchange.all_to_all(items, *classes, group=self.group)
 
     def means(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
         """Return for each key the sum over ranks divided by the count over ranks; keys with count 0 are left out."""
@@ -111,15 +104,16 @@ class World:
         }
         return {key: total / count for key, (total, count) in totals.items() if count}
 
-    def run_on_main(self, work: Callable[[], T]) -> T:
+    def run_on_main(self, work: Callable[[], T], *classes: type) -> T:
         """Call a function on the group's first rank, once all ranks are here, and return its result on every rank.
 
         Args:
-            work: its result is picklable.
+            work: see all_gather for what it may return.
+            classes: dataclasses that may occur in its result.
 
         Raises:
-            Exception: the error of `work`, on every rank; other ranks get a RuntimeError with its message if it cannot
-                be pickled.
+            Exception: the error of `work`, on every rank. On the others it is a RuntimeError with its name and message,
+                unless it is a ConfigError or of hybrid_rl.errors.
         """
         self.barrier()
         result: T | None = None
@@ -129,38 +123,18 @@ class World:
                 result = work()
             except Exception as caught:
                 error = caught
-        result, received = self.all_gather((result, _picklable(error)))[0]
-        if error or received:
-            raise error or received
+        if self.size > 1:
+            outcome = (result, error and exchange.describe_error(error))
+            result, description = exchange.broadcast(outcome, *classes, is_sender=self.is_main, group=self.group)
+            error = error or (description and exchange.make_error(*description))
+        if error:
+            raise error
         return cast(T, result)
 
     def barrier(self) -> None:
         """Wait for every rank."""
         if self.size > 1:
             dist.barrier(group=self.group)
-
-
-def _picklable(error: Exception | None) -> Exception | None:
-    """Return the error if it can be pickled and unpickled, otherwise a RuntimeError with its type and message."""
-    try:
-        return cast(Exception | None, pickle.loads(pickle.dumps(error)))
-    except Exception:  # an exception's own __reduce__ or __init__ may raise anything
-        return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles CPU tensors as NumPy arrays, which is faster than PyTorch's own way for many small tensors."""
-
-    def reducer_override(self, item: Any) -> Any:
-        if isinstance(item, Tensor) and item.device.type == "cpu" and item.dtype != torch.bfloat16:  # which NumPy lacks
-            return torch.from_numpy, (item.detach().numpy(),)
-        return NotImplemented
-
-
-def _pickled(item: Any) -> memoryview:
-    buffer = io.BytesIO()
-    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(item)
-    return buffer.getbuffer()
 
 
 def free_port() -> int:

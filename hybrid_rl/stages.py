@@ -25,15 +25,22 @@ NUM_PROBED = 8
 """Responses per rank whose log-probs engine and trainer compare where the trainer computes no others."""
 
 
-def logged(name: str) -> Callable[[Callable[Concatenate[Run, int, P], T]], Callable[Concatenate[Run, int, P], T]]:
-    """Decorate a stage so that its result is read from the phase log where a run that was killed has written it."""
+def logged(
+    name: str, *classes: type
+) -> Callable[[Callable[Concatenate[Run, int, P], T]], Callable[Concatenate[Run, int, P], T]]:
+    """Decorate a stage so that its result is read from the phase log where a run that was killed has written it.
+
+    Args:
+        name: of the phase.
+        classes: dataclasses that may occur in the result.
+    """
 
     def decorate(stage: Callable[Concatenate[Run, int, P], T]) -> Callable[Concatenate[Run, int, P], T]:
         @functools.wraps(stage)
         def run_once(run: Run, step: int, *args: P.args, **kwargs: P.kwargs) -> T:
             if run.phase_log is None:
                 return stage(run, step, *args, **kwargs)
-            return run.phase_log.get_or_compute(step, name, lambda: stage(run, step, *args, **kwargs))
+            return run.phase_log.get_or_compute(step, name, lambda: stage(run, step, *args, **kwargs), *classes)
 
         return run_once
 
@@ -43,7 +50,7 @@ def logged(name: str) -> Callable[[Callable[Concatenate[Run, int, P], T]], Calla
 # ROLLOUT
 
 
-@logged("rollout")
+@logged("rollout", Rollout)
 def generate(run: Run, step: int, prompts: Sequence[Prompt]) -> tuple[list[Rollout], list[Rollout]]:
     """Return sampled responses to the prompts, and the greedy response to each where the estimator compares with it."""
     config, data = run.config, run.data
@@ -93,7 +100,7 @@ def is_target_reached(run: Run, evaluation: Metrics) -> bool:
 # SCORE
 
 
-@logged("scores")
+@logged("scores", Scored)
 def score_responses(run: Run, step: int, rollouts: Sequence[Rollout], greedy: Sequence[Rollout]) -> Scored:
     """Return the responses with their scores; the greedy responses' scores become their prompts' baselines."""
     with scoring.fail_together(run.world):

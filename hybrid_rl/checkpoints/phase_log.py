@@ -2,16 +2,16 @@
 
 import hashlib
 import logging
-import pickle
 import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hybrid_rl.atomic import write_atomically
 from hybrid_rl.distributed import World
+from hybrid_rl.serialization import decode, encode
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class PhaseLog:
         self._folder.mkdir(parents=True, exist_ok=True)
         write_atomically(note, key)
 
-    def get_or_compute(self, step: int, name: str, compute: Callable[[], T]) -> T:
+    def get_or_compute(self, step: int, name: str, compute: Callable[[], T], *classes: type) -> T:
         """Return the logged result of a phase, or compute and log it; a collective.
 
         A damaged file is as good as none, with a warning.
@@ -67,19 +67,20 @@ class PhaseLog:
         Args:
             step: step of the phase.
             name: name of the phase. Calls with one name in a step are numbered, so that each has its own result.
-            compute: returns the result, which pickle can write. It runs on all ranks if any rank has no result.
+            compute: returns the result, see serialization.encode. It runs on all ranks if any rank has no result.
+            classes: dataclasses that may occur in the result, see serialization.decode.
         """
         if step != self._step:
             self._step = step
             self._calls.clear()
-        path = self._folder / f"step_{step:06d}" / f"rank_{self._world.rank}.{name}_{self._calls[name]}.pickle"
+        path = self._folder / f"step_{step:06d}" / f"rank_{self._world.rank}.{name}_{self._calls[name]}.msgpack"
         self._calls[name] += 1
-        logged = _read(path)
-        if all(self._world.all_gather(logged is not None)):
-            return pickle.loads(logged)  # type: ignore[arg-type]
+        logged = _read(path, classes)
+        if all(self._world.all_gather(len(logged) == 1)):
+            return logged[0]
         result = compute()
         path.parent.mkdir(exist_ok=True)
-        content = pickle.dumps(result)
+        content = encode(result)
         write_atomically(path, hashlib.sha256(content).digest() + content)
         return result
 
@@ -96,16 +97,20 @@ class PhaseLog:
                     shutil.rmtree(folder)
 
 
-def _read(path: Path) -> bytes | None:
-    """Return the content of a file without its checksum; None if it is missing or damaged."""
+def _read(path: Path, classes: tuple[type, ...]) -> list[Any]:
+    """Return the value in a file, in a list; an empty list if the file is missing or damaged."""
     if not path.exists():
-        return None
+        return []
     content = path.read_bytes()
     checksum, content = content[:CHECKSUM_BYTES], content[CHECKSUM_BYTES:]
+    reason = "is damaged"
     if hashlib.sha256(content).digest() == checksum:
-        return content
-    logger.warning("%s is damaged: this phase is computed again", path)
-    return None
+        try:
+            return [decode(content, *classes)]
+        except ValueError as error:  # written by another version of the program
+            reason = str(error)
+    logger.warning("%s %s: this phase is computed again", path, reason)
+    return []
 
 
 def _steps(folder: Path) -> dict[int, Path]:

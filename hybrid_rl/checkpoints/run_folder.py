@@ -54,7 +54,7 @@ class RunFolder:
         Args:
             start: what `decide_together` returned.
         """
-        self._start = start = self._world.run_on_main(lambda: tidy(self._config.run_dir, start))
+        self._start = start = self._world.run_on_main(lambda: tidy(self._config.run_dir, start), Start)
         if self._world.is_main:
             self._reward_files = reward_files(self._config)
         if self._world.is_main and start.models is None:
@@ -110,7 +110,7 @@ def decide_together(config: Config, world: World) -> Start:
     Raises:
         ConfigError: see decide_start; raised on every rank.
     """
-    return world.run_on_main(lambda: decide_start(config))
+    return world.run_on_main(lambda: decide_start(config), Start)
 
 
 def tidy(run_dir: Path, start: Start) -> Start:

@@ -48,7 +48,7 @@ class GroupEngine:
 
     def _ask(self, work: Callable[[RolloutEngine], T]) -> T:
         """Return on every rank the result of a call of the engine."""
-        return self._ranks.run_on_main(lambda: work(self._engines[0]))
+        return self._ranks.run_on_main(lambda: work(self._engines[0]), Generation)
 
     def generate(
         self, prompts: Sequence[list[int]], sampling: Sampling, seeds: Sequence[int] | None

@@ -169,7 +169,7 @@ class Attempt:
         """
         if self.do_all_have_room():
             return True
-        shortages = [shortage for shortage in self._world.all_gather(self._shortage) if shortage]
+        shortages = [shortage for shortage in self._world.all_gather(self._shortage, Shortage) if shortage]
         self._limit.lower(shortages, is_logged=self._world.is_main)
         return False
 

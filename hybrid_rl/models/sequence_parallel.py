@@ -129,16 +129,19 @@ class TokenSlice:
         )
 
 
-def apply_together(group: World | None, items: Sequence[T], compute: Callable[[list[T]], Tensor]) -> Tensor:
+def apply_together(
+    group: World | None, items: Sequence[T], compute: Callable[[list[T]], Tensor], *classes: type
+) -> Tensor:
     """Return the rows that `compute` gives for this rank's items, computed by all ranks of a group together.
 
     Args:
         group: sequence-parallel group; None computes on this rank alone.
         items: of this rank; their number may differ between the ranks.
         compute: maps items to a tensor with one row each; every rank calls it with the items of all ranks.
+        classes: dataclasses that may occur in the items, see World.all_gather.
     """
     if group is None:
         return compute(list(items))
-    parts = group.all_gather(list(items))
+    parts = group.all_gather(list(items), *classes)
     rows = compute([item for part in parts for item in part])
     return rows.split([len(part) for part in parts])[group.rank]

@@ -143,7 +143,7 @@ def balance_by_tokens(scored: Scored, world: World, data_parallel: World) -> Sco
         rows_for[rank_of[rollout.prompt.prompt_id]].append(row)
     parts = [scored.select(rows) for rows in rows_for]
     num_duplicates = world.size // data_parallel.size  # consecutive ranks that get the same responses
-    received = world.all_to_all([parts[rank // num_duplicates] for rank in range(world.size)])
+    received = world.all_to_all([parts[rank // num_duplicates] for rank in range(world.size)], Scored)
     local = functools.reduce(Scored.__add__, received)
     return local.select(sorted(range(len(local.rollouts)), key=lambda row: local.rollouts[row].sequence_id))
 

@@ -1,8 +1,11 @@
 """Logged phases are read after a restart, if all ranks finished them and no earlier step is missing."""
 
+import hashlib
 import logging
+import pickle
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -95,7 +98,7 @@ def main() -> None:
     log = PhaseLog(folder / "log", key="k", first_step=1, world=world)
     for name in ("rollout", "scores"):
         log.get_or_compute(1, name, lambda: world.rank)
-    (folder / "log/step_000001/rank_1.scores_0.pickle").unlink(missing_ok=True)
+    (folder / "log/step_000001/rank_1.scores_0.msgpack").unlink(missing_ok=True)
     again = PhaseLog(folder / "log", key="k", first_step=1, world=world)
     found = {name: again.get_or_compute(1, name, lambda: world.rank + 10) for name in ("rollout", "scores")}
     found["evaluation"] = again.get_or_compute(2, "evaluation", lambda: slowly(world.rank))
@@ -131,6 +134,41 @@ def test_a_damaged_file_is_computed_again(tmp_path, world, caplog):
     assert open_log(tmp_path, world).get_or_compute(1, "rollout", lambda: "again") == "again"
     assert f"{path} is damaged: this phase is computed again" in caplog.text
     assert open_log(tmp_path, world).get_or_compute(1, "rollout", never) == "again"
+
+
+@dataclass(frozen=True)
+class Result:
+    values: tuple[float, ...]
+
+
+def test_a_dataclass_is_read_where_the_caller_names_it(tmp_path, world, caplog):
+    open_log(tmp_path, world).get_or_compute(1, "scores", lambda: Result((0.5, -0.0)), Result)
+    found = open_log(tmp_path, world).get_or_compute(1, "scores", never, Result)
+    assert found == Result((0.5, -0.0)) and isinstance(found, Result)
+    assert open_log(tmp_path, world).get_or_compute(1, "scores", lambda: "again") == "again"
+    assert "holds the class Result, not only builtin types: this phase is computed again" in caplog.text
+
+
+class Opens:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_pickle_with_a_valid_checksum_runs_no_code(tmp_path, world, caplog):
+    open_log(tmp_path, world).get_or_compute(1, "rollout", lambda: "first")
+    (path,) = (tmp_path / "log" / "step_000001").iterdir()
+    content = pickle.dumps(Opens(tmp_path / "ran"))
+    path.write_bytes(hashlib.sha256(content).digest() + content)
+    assert open_log(tmp_path, world).get_or_compute(1, "rollout", lambda: "again") == "again"
+    assert not (tmp_path / "ran").exists()
+    assert f"{path} cannot be decoded" in caplog.text
+    pickle.loads(content)
+    assert (tmp_path / "ran").exists()  # the test's pickle does run code
 
 
 def test_an_edited_reward_file_starts_another_log(tmp_path, world):

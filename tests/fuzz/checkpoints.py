@@ -1,7 +1,6 @@
 """Fuzz subjects: checkpoints and the files beside them, whole and damaged. What is loaded is what was saved."""
 
 import json
-import pickle
 import random
 import shutil
 from pathlib import Path
@@ -17,6 +16,7 @@ from hybrid_rl.checkpoints.snapshot import SavedTensors, Snapshot
 from hybrid_rl.checkpoints.start import decide_start
 from hybrid_rl.distributed import World
 from hybrid_rl.monitoring.metrics import MetricsWriter
+from hybrid_rl.serialization import encode
 from tests.conftest import VALID_CONFIG, change
 from tests.fuzz.cases import Refusal, check_refused, check_sentence, outcome
 
@@ -224,18 +224,18 @@ def check_phase_log(rng: random.Random, folder: Path) -> None:
     values = {step: {"x": [rng.random() for _ in range(4)]} for step in range(1, rng.randint(2, 4))}
     for step, value in values.items():
         assert log.get_or_compute(step, "rollout", lambda value=value: value) == value
-    path = rng.choice(sorted((folder / "log").rglob("*.pickle")))
+    path = rng.choice(sorted((folder / "log").rglob("*.msgpack")))
     kind, data = rng.choice([None, None, "flip", "cut", "empty", "garbage", "key"]), path.read_bytes()
     place = rng.randrange(len(data))
     flipped = data[:place] + bytes([data[place] ^ (1 << rng.randrange(8))]) + data[place + 1 :]
-    other = pickle.dumps({"x": "other"})[: rng.randint(1, 30)]
+    other = encode({"x": "other"})[: rng.randint(1, 30)]
     path.write_bytes({"flip": flipped, "cut": data[:place], "empty": b"", "garbage": other}.get(kind or "", data))
 
     def reopen() -> dict[int, Any]:
         again = PhaseLog(folder / "log", key="other" if kind == "key" else "k", first_step=1, world=WORLD)
         return {step: again.get_or_compute(step, "rollout", lambda: "computed again") for step in values}
 
-    found = outcome(reopen, "phase log", "phase_log", "pickle", "log")
+    found = outcome(reopen, "phase log", "phase_log", "msgpack", "log")
     if kind is None:
         assert found == values, f"{found} instead of {values}"
     elif kind == "key":

@@ -45,7 +45,7 @@ def balance_mini_batches(
         rank_of |= zip(mini_batch, balance([lengths[i] for i in mini_batch], world.size), strict=True)
     if world.size > 1:
         rows_for = [[row for row, i in enumerate(ids) if rank_of[i] == rank] for rank in range(world.size)]
-        batch = join(world.all_to_all([batch.select(rows) for rows in rows_for]))
+        batch = join(world.all_to_all([batch.select(rows) for rows in rows_for], TrainBatch))
     row_of = {sequence_id: row for row, sequence_id in enumerate(batch.sequence_ids.tolist())}
     return batch, [[row_of[i] for i in mini_batch if i in row_of] for mini_batch in mini_batches]
 
