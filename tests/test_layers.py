@@ -29,7 +29,7 @@ ROOMS: dict[str, set[str]] = {
     "memory": {"config", "errors", "distributed", "machine", "monitoring"},
     "machine": {"config", "errors", "distributed"},
     "models": {"config", "errors", "batch", "distributed"},
-    "weights": {"config", "errors", "distributed", "monitoring"},
+    "weights": {"config", "errors", "distributed", "serialization", "monitoring"},
     "checkpoints": {*BASE, "algorithms.specs", "models", "weights", "rewards"},
     "rewards": {"config", "errors", "batch", "distributed", "serialization", "algorithms", "models"},
     "data": {"config", "errors", "batch", "distributed", "serialization", "models", "rewards"},

@@ -5,7 +5,6 @@ import errno
 import inspect
 import itertools
 import os
-import pickle
 import shutil
 import tempfile
 import weakref
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.errors import OutOfMemoryError
+from hybrid_rl.serialization import decode, encode
 
 _ALIGNMENT_BYTES = 256  # alignment of CUDA allocations; any dtype can be viewed at a multiple of it
 _LARGE_BYTES = 4 << 20  # tensors from this size on are copied one by one; see copy_tensors
@@ -25,6 +25,8 @@ _LOCAL_BUCKETS: "weakref.WeakValueDictionary[int, Tensor]" = weakref.WeakValueDi
 """Buckets of this process by id, for handles that this process opens itself, which CUDA refuses."""
 _EXPORTED: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
 """Memory whose CUDA handle was given away."""
+_CUDA_TYPES = {"tensor_cls": Tensor, "storage_cls": torch.storage.TypedStorage, "dtype": torch.uint8}
+"""Arguments of torch's rebuild_cuda_tensor that are the same for every bucket."""
 
 
 @atexit.register
@@ -194,13 +196,16 @@ class IpcBucket:
     def handle(self) -> bytes:
         """Return the argument of open_ipc_bucket; on a GPU it can be opened once, because torch counts opens."""
         if self._file is not None:
-            return pickle.dumps((self._path, len(self.tensor)))
-        from torch.multiprocessing.reductions import reduce_tensor
+            return encode((self._path, len(self.tensor)))
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
         _LOCAL_BUCKETS[id(self.tensor)] = self.tensor
         _EXPORTED.add(self.tensor.untyped_storage())
-        _, arguments = reduce_tensor(self.tensor)
-        return pickle.dumps((os.getpid(), id(self.tensor), arguments))
+        _, values = reduce_tensor(self.tensor)
+        arguments = dict(zip(inspect.signature(rebuild_cuda_tensor).parameters, values, strict=True))
+        sent = {name: value for name, value in arguments.items() if name not in _CUDA_TYPES}
+        sizes = {name: tuple(sent[name]) for name in ("tensor_size", "tensor_stride")}
+        return encode((os.getpid(), id(self.tensor), sent | sizes))
 
 
 def device_key(device: torch.device, worker: int) -> str:
@@ -214,7 +219,7 @@ def device_key(device: torch.device, worker: int) -> str:
 
 def joint_handle(handles: Mapping[str, bytes]) -> bytes:
     """Return one handle for several buckets, by device_key; open_ipc_bucket opens the bucket of the caller's device."""
-    return pickle.dumps(dict(handles))
+    return encode(dict(handles))
 
 
 def open_ipc_bucket(handle: bytes, device: torch.device, *, worker: int = 0) -> Tensor:
@@ -228,7 +233,7 @@ def open_ipc_bucket(handle: bytes, device: torch.device, *, worker: int = 0) -> 
     Raises:
         RuntimeError: a joint handle has no bucket on the caller's device.
     """
-    arguments = pickle.loads(handle)
+    arguments = decode(handle)
     if isinstance(arguments, dict):
         key = device_key(device, worker)
         if key not in arguments:
@@ -243,7 +248,4 @@ def open_ipc_bucket(handle: bytes, device: torch.device, *, worker: int = 0) -> 
     if pid == os.getpid():
         return _LOCAL_BUCKETS[local_id]
     # Two processes may number their GPUs differently, so this process's number replaces the one in the handle.
-    position = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
-    arguments = list(arguments)
-    arguments[position] = torch.device(device).index or 0
-    return rebuild_cuda_tensor(*arguments)
+    return rebuild_cuda_tensor(**{**arguments, **_CUDA_TYPES, "storage_device": torch.device(device).index or 0})
