@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_rl.atomic import flush_folder, flush_tree, writing
 from hybrid_rl.distributed import World
 from hybrid_rl.models.exporting import save_model
 from hybrid_rl.models.lora import save_adapter
@@ -115,13 +116,24 @@ def export_adapter(folder: Path, actor: ExportedEngine, world: World) -> None:
 def _replacing(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder to write to, which replaces `folder` when the body ends without an error.
 
-    After a crash between the two renames the earlier folder is at `.replaced-<name>`; see run_folder.tidy.
+    The new folder is on the disk before it replaces the earlier one. After a crash between the two renames the earlier
+    folder is at `.replaced-<name>`; see run_folder.tidy.
+
+    Raises:
+        FileWriteError: a file cannot be written; the earlier folder is unchanged, and what was written is deleted.
     """
     partial, replaced = (folder.with_name(f".{word}-{folder.name}") for word in ("partial", "replaced"))
     shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(replaced, ignore_errors=True)
-    yield partial
-    if folder.exists():
-        os.rename(folder, replaced)
-    os.rename(partial, folder)
+    with writing(folder):
+        try:
+            yield partial
+            flush_tree(partial)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        if folder.exists():
+            os.rename(folder, replaced)
+        os.rename(partial, folder)
+        flush_folder(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)

@@ -8,6 +8,9 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
+from hybrid_rl.config import ConfigError
+from hybrid_rl.errors import RunError
+
 MAX_BYTES = 10 << 20
 """Size at which a new file begins."""
 NUM_OLD = 3
@@ -51,17 +54,20 @@ class LogFile(RotatingFileHandler):
             print(f"warning: {self.baseFilename} cannot be written: {sys.exception()}", file=sys.stderr)
         self._is_writable = False
 
-    def write_end(self, error: BaseException | None) -> None:
-        """Write how the run ends to the file alone, with the trace of an error."""
-        level, text = (logging.INFO, "the run ends") if error is None else (logging.ERROR, "the run ends with an error")
-        trace = (type(error), error, error.__traceback__) if error is not None else None
-        self.handle(logging.LogRecord(PACKAGE, level, __file__, 0, text, None, trace))
+    def end(self, error: BaseException | None) -> None:
+        """Write how the run ends to the file alone, with the trace of an unforeseen error, and leave the logger.
 
-    def close(self) -> None:
-        """Close the file; later messages go where they went before."""
+        `close` does not leave it: a library that configures its own logging closes the handlers of all others, and the
+        next message opens the file again.
+        """
+        level = logging.INFO if error is None else logging.ERROR
+        is_described = error is None or isinstance(error, (RunError, ConfigError, SystemExit))
+        trace = None if is_described or error is None else (type(error), error, error.__traceback__)
+        text = "the run ends" if error is None else f"the run ends: {type(error).__name__}: {error}"
+        self.handle(logging.LogRecord(PACKAGE, level, __file__, 0, text, None, trace))
         logger = logging.getLogger(PACKAGE)
         for handler in (self, self._console):
             if handler is not None:
                 logger.removeHandler(handler)
         logger.setLevel(self._former_level)
-        super().close()
+        self.close()

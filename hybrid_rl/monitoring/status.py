@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 
 from hybrid_rl.config import Config
 from hybrid_rl.distributed import World
@@ -43,7 +44,8 @@ class Status:
 
     def show_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the row of a finished step."""
-        logger.info("step %d: %s", step, "  ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
+        shown = [f"{name} {value:.6g}" for name, value in metrics.items() if not name.startswith("time/")]
+        logger.info("step %d: %s", step, "  ".join(shown))
         if self._server:
             self._server.show_step(step, metrics)
 
@@ -53,9 +55,8 @@ class Status:
         Args:
             error: what ends the run; None for a run that has done its steps.
         """
-        self._log.write_end(error)
         servers = [self._server.close] if self._server else []
-        close_each(self._heartbeat.close, *servers, self._log.close, error=error)
+        close_each(self._heartbeat.close, *servers, partial(self._log.end, error), error=error)
 
 
 def rank_name(name: str, rank: int) -> str:
