@@ -14,6 +14,7 @@ from pathlib import Path
 from hybrid_rl.engines.vllm.shared_memory import mapped_shared_memory
 
 _POLL_S = 0.05
+_SIGNALS = set(signal.Signals)
 _KILL_LIMIT_S = 10.0
 """Time in which the kernel ends a process that was killed, unless the process waits for a disk or a driver."""
 
@@ -62,10 +63,10 @@ def how_it_ended(exit_code: int | None) -> str:
     if exit_code is None:
         return "has ended"
     if exit_code >= 0:
-        return f"ended with exit code {exit_code}"
-    with suppress(ValueError):
-        return f"was killed by {signal.Signals(-exit_code).name} (exit code {exit_code})"
-    return f"was killed by signal {-exit_code} (exit code {exit_code})"
+        return f"ended with exit code {exit_code}" + (", its own error is above" if exit_code else "")
+    name = signal.Signals(-exit_code).name if -exit_code in _SIGNALS else f"signal {-exit_code}"
+    hint = "; a system without free memory does that, see dmesg" if exit_code == -signal.SIGKILL else ""
+    return f"was killed by {name} (exit code {exit_code}{hint})"
 
 
 class EngineProcesses:

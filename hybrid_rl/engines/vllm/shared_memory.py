@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from contextlib import suppress
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 _NAME = r"(?:psm|vllm_dist)_[\w.:\[\]-]+"
@@ -21,6 +22,12 @@ def mapped_shared_memory(pid: int) -> set[str]:
 def remove_shared_memory(names: Iterable[str]) -> None:
     """Remove the blocks that processes left behind when they ended; skip other names, and names that do not exist."""
     for name in names:
-        if re.fullmatch(_NAME, name):
-            with suppress(OSError):
+        if not re.fullmatch(_NAME, name):
+            continue
+        with suppress(OSError, ValueError):
+            if name.startswith("psm_"):  # Python's resource tracker must learn that the block is gone, too
+                block = SharedMemory(name)
+                block.close()
+                block.unlink()
+            else:
                 Path("/dev/shm", name).unlink()

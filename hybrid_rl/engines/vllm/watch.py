@@ -79,16 +79,15 @@ class EngineWatch:
 
     def result(self, call: Call[T], doing: str) -> T:
         """Return the result of a call that has ended; see call."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         try:
             return call.result()
         except Exception as error:
-            deadline = time.monotonic() + (_DEATH_S if isinstance(error, EngineDeadError) else 0.0)
+            has_failed = type(error).__name__ == "EngineDeadError"  # vLLM's, whose import takes seconds
+            deadline = time.monotonic() + (_DEATH_S if has_failed else 0.0)
             while not self._processes.ended() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
             self._raise_if_ended(doing, error)
-            if isinstance(error, EngineDeadError):
+            if has_failed:
                 self.is_broken = True
                 raise EngineLostError(
                     f"the rollout engine has failed, its own error is above; the trainer waits for it to {doing}"
@@ -137,10 +136,8 @@ class EngineWatch:
         self.is_broken = True
         time.sleep(_REPORT_S)
         pid, code = self._processes.ended()[0]
-        hint = {-9: ": a system that runs out of memory kills processes, see dmesg"}.get(code or 0, "")
-        hint = ": its own error is above" if code and code > 0 else hint
         raise EngineLostError(
-            f"process {pid} of the rollout engine {how_it_ended(code)}{hint}; the trainer waits for it to {doing}"
+            f"process {pid} of the rollout engine {how_it_ended(code)}; the trainer waits for it to {doing}"
         ) from cause
 
     def _who_stalls(self, limit_s: float) -> str:

@@ -1,0 +1,221 @@
+"""Waits on an engine end when one of its processes ends or stalls; small processes stand for vLLM's."""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from hybrid_rl.engines.vllm import watch as watch_module
+from hybrid_rl.engines.vllm.lifetime import REPORT, report_ended_workers
+from hybrid_rl.engines.vllm.processes import EngineProcesses, how_it_ended, read_stat
+from hybrid_rl.engines.vllm.watch import EngineWatch
+from hybrid_rl.errors import EngineLostError
+
+FORK = multiprocessing.get_context("fork")
+NEVER = threading.Event().wait
+
+
+def start_core(work=time.sleep, *arguments) -> tuple[EngineProcesses, multiprocessing.Process]:
+    """Start a process with the name of vLLM's core process."""
+    processes = EngineProcesses()
+    core = FORK.Process(target=work, args=arguments or (600,), name="EngineCore")
+    core.start()
+    assert processes.cores == [core]
+    return processes, core
+
+
+@pytest.fixture
+def engine() -> Iterator[tuple[EngineProcesses, multiprocessing.Process]]:
+    processes, core = start_core()
+    yield processes, core
+    processes.end(0.0)
+    processes.close()
+
+
+def after(seconds: float, work) -> None:
+    threading.Timer(seconds, work).start()
+
+
+@pytest.mark.parametrize(
+    "code, words",
+    [
+        (-9, "was killed by SIGKILL (exit code -9; a system without free memory does that, see dmesg)"),
+        (-15, "was killed by SIGTERM (exit code -15)"),
+        (-64, "was killed by SIGRTMAX (exit code -64)"),
+        (-50, "was killed by signal 50 (exit code -50)"),
+        (1, "ended with exit code 1, its own error is above"),
+        (0, "ended with exit code 0"),
+        (None, "has ended"),
+    ],
+)
+def test_the_end_of_a_process_in_words(code, words):
+    assert how_it_ended(code) == words
+
+
+def test_a_killed_process_ends_the_wait(engine):
+    processes, core = engine
+    watch = EngineWatch(processes, stall_timeout_s=60.0)
+    after(0.3, core.kill)
+    start = time.monotonic()
+    with pytest.raises(
+        EngineLostError, match=rf"process {core.pid} of the rollout engine was killed by SIGKILL"
+    ) as info:
+        watch.call(NEVER, "generate 8 responses")
+    assert time.monotonic() - start < 20
+    assert str(info.value).endswith("; the trainer waits for it to generate 8 responses")
+    assert watch.is_broken
+    copy = pickle.loads(pickle.dumps(info.value))  # as run_on_main sends it to the other ranks of a group
+    assert type(copy) is EngineLostError and str(copy) == str(info.value)
+
+
+def test_a_process_that_ends_in_the_middle_of_a_call_explains_the_error_of_the_call(engine):
+    processes, core = engine
+    watch = EngineWatch(processes, stall_timeout_s=60.0)
+
+    def work():
+        core.kill()
+        core.join()
+        raise ConnectionResetError("the socket is closed")
+
+    with pytest.raises(EngineLostError, match="was killed by SIGKILL") as info:
+        watch.call(work, "start")
+    assert isinstance(info.value.__cause__, ConnectionResetError)
+
+
+def test_an_error_of_a_living_engine_is_raised_as_it_is(engine):
+    watch = EngineWatch(engine[0], stall_timeout_s=60.0)
+
+    def work():
+        raise ValueError("prompt is too long")
+
+    with pytest.raises(ValueError, match="prompt is too long"):
+        watch.call(work, "generate 1 responses")
+    assert watch.call(lambda: 5, "start") == 5
+    assert not watch.is_broken
+
+
+def test_vllm_reports_that_a_living_engine_has_failed(engine, monkeypatch):
+    monkeypatch.setattr(watch_module, "_DEATH_S", 0.1)
+    watch = EngineWatch(engine[0], stall_timeout_s=60.0)
+
+    def work():
+        raise type("EngineDeadError", (Exception,), {})
+
+    with pytest.raises(EngineLostError, match="its own error is above; the trainer waits for it to generate"):
+        watch.call(work, "generate 1 responses")
+    assert watch.is_broken
+
+
+def test_a_stopped_process_is_named_after_the_time_without_progress(engine):
+    processes, core = engine
+    watch = EngineWatch(processes, stall_timeout_s=0.5)
+    os.kill(core.pid, signal.SIGSTOP)
+    with pytest.raises(EngineLostError) as info:
+        watch.call(NEVER, "copy a bucket")
+    assert str(info.value) == (
+        f"process {core.pid} of the rollout engine is stopped (SIGSTOP or a debugger) and has made no progress for "
+        "0.5 s (run.stall_timeout_s); the trainer waits for it to copy a bucket"
+    )
+
+
+def test_a_process_that_hangs_is_named(engine):
+    watch = EngineWatch(engine[0], stall_timeout_s=0.3)
+    with pytest.raises(EngineLostError, match=rf"process {engine[1].pid} .* does not respond and has made no progress"):
+        watch.call(NEVER, "start")
+
+
+def test_a_slow_engine_that_makes_progress_is_left_alone(engine):
+    watch = EngineWatch(engine[0], stall_timeout_s=1.5)
+
+    def work():
+        for _ in range(10):
+            time.sleep(0.3)
+            watch.sign_of_progress()
+        return "done"
+
+    assert watch.call(work, "generate 1 responses") == "done"
+
+
+def test_time_in_which_the_trainer_itself_stands_still_does_not_count(engine, monkeypatch):
+    """After a suspend the clock has moved on by hours, but the trainer has not waited for so long."""
+    clock = [0.0]
+    monkeypatch.setattr(watch_module.time, "monotonic", lambda: clock[0])
+    polls = iter([False, False, True])
+
+    def is_done(seconds):
+        clock[0] += 3600
+        return next(polls)
+
+    EngineWatch(engine[0], stall_timeout_s=300.0).wait(is_done, "start")
+
+
+def tree(path: str) -> None:
+    """Start a child that ignores SIGTERM, as a process does that is in the middle of a kernel."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    with open(path, "w") as file:
+        file.write(str(child.pid))
+    time.sleep(600)
+
+
+def test_the_whole_tree_of_an_engine_that_ignores_sigterm_is_killed(tmp_path):
+    path = tmp_path / "child"
+    processes, core = start_core(tree, str(path))
+    while not path.exists() or not path.read_text():
+        time.sleep(0.05)
+    child = int(path.read_text())
+    assert {stat.pid for stat in processes.running()} == {core.pid, child}
+    assert processes.end(0.3)
+    assert core.exitcode == -signal.SIGKILL and processes.running() == []
+    stat = read_stat(child)
+    assert stat is None or stat.state == "Z"
+    processes.close()
+
+
+def test_an_engine_that_ends_when_it_is_asked_to_is_not_killed():
+    processes, core = start_core()
+    assert not processes.end(30.0)
+    assert core.exitcode == -signal.SIGTERM
+    processes.close()
+
+
+def test_a_stopped_engine_is_killed_at_once(engine):
+    processes, core = engine
+    os.kill(core.pid, signal.SIGSTOP)
+    start = time.monotonic()
+    assert processes.end(60.0)
+    assert core.exitcode == -signal.SIGKILL and time.monotonic() - start < 20
+
+
+def core_with_worker(report: str, path: str) -> None:
+    """Start a worker and report its end, like vLLM's core process."""
+    os.environ[REPORT] = report
+    worker = FORK.Process(target=time.sleep, args=(600,))
+    worker.start()
+    report_ended_workers()
+    with open(path, "w") as file:
+        file.write(str(worker.pid))
+    time.sleep(600)
+
+
+def test_the_exit_code_of_a_worker_comes_from_the_core_process(tmp_path):
+    """The trainer is not the parent of a worker, so the core process writes how it ended."""
+    processes, path = EngineProcesses(), tmp_path / "worker"
+    core = FORK.Process(target=core_with_worker, args=(processes.report_path, str(path)), name="EngineCore")
+    core.start()
+    while not path.exists() or not path.read_text():
+        time.sleep(0.05)
+    worker = int(path.read_text())
+    processes.watch_workers([worker, core.pid])
+    after(0.3, lambda: os.kill(worker, signal.SIGKILL))
+    with pytest.raises(EngineLostError, match=rf"process {worker} of the rollout engine was killed by SIGKILL"):
+        EngineWatch(processes, stall_timeout_s=60.0).call(NEVER, "generate 1 responses")
+    processes.end(0.0)
+    processes.close()
