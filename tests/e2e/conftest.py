@@ -34,6 +34,7 @@ from hybrid_rl.config import (
 from hybrid_rl.engines.start import start_engine
 from hybrid_rl.engines.vllm.engine import VllmEngine
 from hybrid_rl.validate import validate
+from launch import colocated
 from tests.programs import PATHS, ROOT, ForkServer, ProgramResult
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -207,6 +208,25 @@ def launch(run_forked: Callable[..., ProgramResult]) -> Callable[..., ProgramRes
         path = Path(config.run.dir) / "settings.yaml"
         path.write_text(yaml.safe_dump(as_dict(config)))
         return run_forked("launch/colocated.py", "--config", str(path), *arguments)
+
+    return run
+
+
+@pytest.fixture
+def refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., list[str]]:
+    """Return the sentences with which launch/colocated.py refuses a start; it prints nothing else and exits with 2."""
+
+    def run(config: Config, *arguments: str) -> list[str]:
+        path = tmp_path / "settings.yaml"
+        path.write_text(yaml.safe_dump(as_dict(config)))
+        monkeypatch.setattr(sys, "argv", ["colocated.py", "--config", str(path), *arguments])
+        with pytest.raises(SystemExit) as ended:
+            colocated.main()
+        lines = capsys.readouterr().err.splitlines()
+        assert ended.value.code == 2 and lines and all(line.startswith("error: ") for line in lines), lines
+        return [line.removeprefix("error: ") for line in lines]
 
     return run
 

@@ -2,16 +2,13 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from huggingface_hub import constants
 
 from hybrid_rl.checkpoints.start import decide_start
-from hybrid_rl.config import ConfigError, as_dict
-from launch import colocated
+from hybrid_rl.config import ConfigError
 
 COMMITS = ["a" * 40, "b" * 40]
 PARTS = {"weights": "model.safetensors", "tokenizer": "tokenizer", "config": "config.json", "everything": ""}
@@ -76,33 +73,19 @@ NOT_CACHED = "couldn't find them in the cached files"
         ("reward", "tokenizer", "org/reward: no tokenizer there"),
     ],
 )
-def test_what_the_cache_lacks_offline_is_one_sentence(
-    make_config, cache, tmp_path, monkeypatch, capsys, role, missing, message
-):
+def test_what_the_cache_lacks_offline_is_one_sentence(make_config, cache, tmp_path, refusal, role, missing, message):
     for name in ("policy", "reward"):
         cache(name, missing if name == role else "")
     models = MODELS | {"critic": None}
     config = make_config(tmp_path, models=models, advantage={"estimator": "rloo", "kl_coef": 0.0})
-    (sentence,) = refusal(config, tmp_path, monkeypatch, capsys)
+    (sentence,) = refusal(config)
     assert sentence.replace("We couldn't connect to 'https://huggingface.co' to load the files, and", "We").startswith(
         message
     )
 
 
 @pytest.mark.parametrize("setting", ["path", "eval_path"])
-def test_a_data_set_of_the_hub_is_one_sentence(make_config, tmp_path, monkeypatch, capsys, setting):
+def test_a_data_set_of_the_hub_is_one_sentence(make_config, tmp_path, refusal, setting):
     config = make_config(tmp_path, prompts={setting: "org/rows"})
-    (sentence,) = refusal(config, tmp_path, monkeypatch, capsys)
+    (sentence,) = refusal(config)
     assert sentence == f"prompts.{setting} = org/rows: no such file or folder"
-
-
-def refusal(config, tmp_path, monkeypatch, capsys) -> list[str]:
-    """Return the sentences with which the launcher ends, and check that it prints nothing else and exits with 2."""
-    settings = tmp_path / "settings.yaml"
-    settings.write_text(yaml.safe_dump(as_dict(config)))
-    monkeypatch.setattr(sys, "argv", ["colocated.py", "--config", str(settings)])
-    with pytest.raises(SystemExit) as ended:
-        colocated.main()
-    lines = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2 and all(line.startswith("error: ") for line in lines), lines
-    return [line.removeprefix("error: ") for line in lines]
