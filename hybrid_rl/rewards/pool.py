@@ -1,6 +1,6 @@
 """A pool of worker processes for rule functions, so that a function that hangs, exits or crashes cannot end the run.
 
-The user's code runs in the workers alone: this process neither imports a reward file nor unpickles what a worker sends.
+The user's code runs in the workers alone: this process neither imports a reward file nor runs what a worker sends.
 """
 
 import logging
@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
 from hybrid_rl.config import ConfigError, Findings, check
+from hybrid_rl.errors import RewardLostError
+from hybrid_rl.rewards.environment import check_variables
 from hybrid_rl.rewards.loading import split_name
-from hybrid_rl.rewards.process import END_TIMEOUT_S, Results, WorkerProcess
+from hybrid_rl.rewards.process import END_TIMEOUT_S, Results, WorkerProcess, WorkerSettings
 
 if TYPE_CHECKING:
     from hybrid_rl.batch import Rollout
@@ -50,6 +52,8 @@ class ScorerPool:
         timeout_s: float,
         num_workers: int,
         on_error: Literal["raise", "zero"],
+        memory_limit_bytes: int | None = None,
+        environment_variables: Sequence[str] = (),
         field: str = "reward.functions",
     ) -> None:
         """Check the settings, and start the first process, which loads and checks the functions; `score` starts others.
@@ -60,10 +64,12 @@ class ScorerPool:
             timeout_s: time limit of all functions together for one response.
             num_workers: largest number of processes.
             on_error: "raise" ends the run when a function fails, "zero" counts its score as 0.
+            memory_limit_bytes: largest resident memory of a process and those that it started; None sets no limit.
+            environment_variables: variables of this process that the processes get besides the allowed ones.
             field: setting that holds the names, for messages.
         Raises:
-            ConfigError: there are no functions, one is listed twice or cannot be loaded or called, or the weights do
-                not match.
+            ConfigError: there are no functions, one is listed twice or cannot be loaded or called, the weights do not
+                match, or a variable is not set.
         """
         check(bool(names), f"{field} is empty: list at least one function")
         weights = [1.0] * len(names) if weights is None else list(weights)
@@ -75,9 +81,16 @@ class ScorerPool:
         places = [findings.run(lambda name=name: split_name(name, field=field) or name) for name in names]  # type: ignore[misc]
         findings.raise_any()
         check(len(set(places)) == len(names), f"{field} = {list(names)}: one is listed twice; list each once")
-        self._names, self._weights, self._field = list(names), weights, field
-        self._timeout_s, self._num_workers, self._on_error = timeout_s, num_workers, on_error
-        self._workers = [self._start()]
+        check_variables(environment_variables, os.environ)
+        self._names, self._weights, self._num_workers, self._on_error = list(names), weights, num_workers, on_error
+        self._settings = WorkerSettings(
+            names=self._names,
+            field=field,
+            timeout_s=timeout_s,
+            memory_limit_bytes=memory_limit_bytes,
+            environment_variables=environment_variables,
+        )
+        self._workers = [WorkerProcess(self._settings)]
         # A run that fails before or without `close` ends the processes, too.
         weakref.finalize(self, _end, self._workers, os.getpid())
         try:
@@ -94,6 +107,8 @@ class ScorerPool:
 
         Raises:
             ConfigError: on_error is "raise" and a function failed; or a further process cannot load the functions.
+            RewardLostError: on_error is "raise" and a process ended, or was killed at a limit, while it scored a
+                response; or a further process ended while it loaded the functions.
         """
         try:
             results = self._run(rollouts)
@@ -131,9 +146,6 @@ class ScorerPool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _start(self) -> WorkerProcess:
-        return WorkerProcess(self._names, field=self._field, timeout_s=self._timeout_s)
-
     def _run(self, rollouts: Sequence["Rollout"]) -> list[Results]:
         """Return the results of every response."""
         results: list[Results] = [[] for _ in rollouts]
@@ -150,9 +162,9 @@ class ScorerPool:
                 results[task] = worker.results
                 if _failed(worker.results) and self._on_error == "raise":
                     reason = self._describe(rollouts[task], worker.results)
-                    raise ConfigError(
-                        f"{self._field}: {reason}; correct it, or count its score as 0 with reward.on_error = zero"
-                    )
+                    error = RewardLostError if worker.is_lost else ConfigError
+                    remedy = "correct it, or count its score as 0 with reward.on_error = zero"
+                    raise error(f"{self._settings.field}: {reason}; {remedy}")
         return results
 
     def _submit(self, pending: deque[int], rollouts: Sequence["Rollout"]) -> None:
@@ -162,7 +174,7 @@ class ScorerPool:
             self._workers.remove(worker)
         num_busy = sum(worker.task is not None for worker in self._workers)
         while len(self._workers) < min(self._num_workers, num_busy + len(pending)):
-            self._workers.append(self._start())
+            self._workers.append(WorkerProcess(self._settings))
         for worker in self._workers:
             if pending and worker.is_idle:
                 task = pending.popleft()

@@ -1,22 +1,29 @@
 """A worker process of `pool.py`, seen from the pool: a new interpreter that runs `worker.py`.
 
-It is no fork: it holds neither torch nor the GPU, and does not import the main program.
+It is no fork: it holds neither torch nor the GPU, and does not import the main program. Its first process is the
+`supervisor.py` of the worker, which leaves nothing behind.
 """
 
 import contextlib
 import json
-import multiprocessing
 import multiprocessing.connection
 import os
-import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybrid_rl.config import ConfigError
+from hybrid_rl.errors import RewardLostError
+from hybrid_rl.rewards.environment import scorer_environment
+from hybrid_rl.rewards.messages import receive_message, send_message
+from hybrid_rl.rewards.process_tree import KILL_TIMEOUT_S, descendants, kill_descendants, kill_marked, resident_bytes
+from hybrid_rl.serialization import encode
 
 if TYPE_CHECKING:
     from hybrid_rl.batch import Rollout
@@ -25,48 +32,79 @@ START_TIMEOUT_S = 60.0
 """Time limit for a worker to import its functions; the time limit of a response starts afterwards."""
 END_TIMEOUT_S = 2.0
 """Time limit for idle workers to end by themselves, with the exit handlers of the user's code."""
+WATCH_S = 0.25
+"""Seconds between two looks at the life and the memory of a process."""
+MARK = "HYBRID_RL_SCORER"
+"""Environment variable whose value only the processes of one worker have."""
 _MAX_MESSAGE_BYTES = 1 << 24
 
 Results = list[float | str]
 """One entry per function, in order, for one response: its score, or the reason for its failure."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """What all workers of a pool have in common."""
+
+    names: Sequence[str]
+    """Names of the functions, see `loading.split_name`."""
+    field: str
+    """Setting that holds the names, for messages."""
+    timeout_s: float
+    """Time limit of all functions together for one response."""
+    memory_limit_bytes: int | None = None
+    """Largest resident memory of a worker and the processes that it started; None sets no limit."""
+    environment_variables: Sequence[str] = ()
+    """Variables of this process that the workers get besides the allowed ones."""
+
+
 class WorkerProcess:
     """One worker process and the response that it is scoring."""
 
-    def __init__(self, names: Sequence[str], *, field: str, timeout_s: float) -> None:
+    def __init__(self, settings: WorkerSettings) -> None:
         """Start the process; it is busy until its functions are loaded.
 
-        Args:
-            names: of the functions, see `loading.split_name`.
-            field: setting that holds the names, for messages.
-            timeout_s: time limit of all functions together for one response.
+        Raises:
+            RewardLostError: the process cannot be started.
         """
-        self.connection, worker_end = multiprocessing.Pipe()
-        with worker_end:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "hybrid_rl.rewards.worker", str(worker_end.fileno())],
-                pass_fds=[worker_end.fileno()],
-                stdin=subprocess.DEVNULL,
-                # killpg then also ends processes that a function started, and Ctrl-C does not reach the worker.
-                start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-            )
-        self.connection.send((list(names), field, START_TIMEOUT_S, timeout_s))
-        self._num_functions, self._field, self._timeout_s = len(names), field, timeout_s
+        self._settings = settings
+        self._mark = uuid.uuid4().hex
+        self._process, self._connection = self._start()
+        self._process_id = self._process.pid
         self._is_ready = False
-        self._loading = names[0]  # the function that is being loaded
+        self._loading = settings.names[0]  # the function that is being loaded
         self.task: int | None = None
         """Index of the response that is being scored; None while there is none."""
         self.results: Results = []
         """Results of the last response that was submitted, as far as they have arrived."""
+        self.is_lost = False
+        """Whether the process ended, or was killed at a limit, while it scored the last response."""
         self.deadline = time.monotonic() + START_TIMEOUT_S
         """Time (time.monotonic) at which the start of the process or the response counts as failed."""
+        self._next_look = 0.0  # time at which the memory is measured again
+        self._send(json.dumps([list(settings.names), settings.field]).encode())
+
+    def _start(self) -> tuple[subprocess.Popen, socket.socket]:
+        connection, worker_end = socket.socketpair()
+        environment = scorer_environment(os.environ, self._settings.environment_variables)
+        try:
+            with worker_end:
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "hybrid_rl.rewards.worker", str(worker_end.fileno())],
+                    pass_fds=[worker_end.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # so that Ctrl-C does not reach the worker
+                    env={**environment, MARK: self._mark},
+                )
+        except OSError as error:
+            connection.close()
+            raise RewardLostError(f"{self._settings.field}: a scorer process cannot be started: {error}") from error
+        return process, connection
 
     @property
     def process_id(self) -> int:
-        """Id of the process."""
-        return self._process.pid
+        """Id of the process that runs the functions; of its supervisor until that process has started."""
+        return self._process_id
 
     @property
     def is_idle(self) -> bool:
@@ -75,7 +113,9 @@ class WorkerProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs."""
+        """Whether the process runs and, if it is idle, has kept its connection open and sent nothing."""
+        if self._is_killed or (self.is_idle and multiprocessing.connection.wait([self._connection], timeout=0)):
+            return False
         return self._process.poll() is None
 
     def wait_until_ready(self) -> None:
@@ -84,66 +124,92 @@ class WorkerProcess:
         Raises:
             ConfigError: they cannot be used, or did not load within START_TIMEOUT_S; the process has then ended.
         """
-        while not self._is_ready:
-            self.wait([self])
-            self.receive()
+        try:
+            while not self._is_ready:
+                self.wait([self])
+                self.receive()
+        except RewardLostError as error:
+            raise ConfigError(str(error)) from error
 
     @staticmethod
     def wait(workers: "Sequence[WorkerProcess]") -> None:
-        """Wait until one of the workers has sent something, or the first deadline passes."""
-        timeout_s = max(0.0, min(worker.deadline for worker in workers) - time.monotonic())
-        multiprocessing.connection.wait([worker.connection for worker in workers], timeout=timeout_s)
+        """Wait until one of the workers has sent something, or has to be looked at."""
+        timeout_s = min(WATCH_S, *(worker.deadline - time.monotonic() for worker in workers))
+        multiprocessing.connection.wait([worker._connection for worker in workers], timeout=max(0.0, timeout_s))
 
     def submit(self, task: int, rollout: "Rollout") -> None:
         """Send a response to the idle process; its results arrive in `results`."""
-        self.task, self.results = task, []
-        self.deadline = time.monotonic() + self._timeout_s
-        with contextlib.suppress(ConnectionError):  # the process has just died, which `receive` notices
-            self.connection.send_bytes(pickle.dumps((vars(rollout.prompt), rollout.text)))
+        self.task, self.results, self.is_lost = task, [], False
+        self.deadline = time.monotonic() + self._settings.timeout_s
+        self._send(encode((vars(rollout.prompt), rollout.text)))
 
     def receive(self) -> None:
-        """Read the results that have arrived, and kill the process if its deadline has passed.
+        """Read the results that have arrived, and kill the process if it has passed a limit.
 
         `task` becomes None when the response has all its results, also if the process ended.
 
         Raises:
-            ConfigError: the process has ended before its functions were loaded.
+            ConfigError: the functions cannot be used.
+            RewardLostError: the process ended, or passed a limit, before its functions were loaded.
         """
+        has_ended = not self.is_alive  # asked first: all that it has sent can then be read
         try:
-            while not self.is_idle and self.connection.poll():
-                self._accept(json.loads(self.connection.recv_bytes(_MAX_MESSAGE_BYTES)))
+            while not self.is_idle and multiprocessing.connection.wait([self._connection], timeout=0):
+                self._connection.settimeout(max(self.deadline - time.monotonic(), 1e-3))
+                self._accept(json.loads(receive_message(self._connection, max_bytes=_MAX_MESSAGE_BYTES)))
+        except TimeoutError:  # the deadline passed within a message
+            pass
         except (EOFError, OSError):  # a process that writes to the connection itself closes it, too
-            self.kill()
-            self._end(f"the process ended with exit code {self._process.returncode}")
+            has_ended = True
         except ConfigError:
             raise
         except ValueError:
-            self.kill()
-            self._end("the process sent something that is no result")
-        if not self.is_idle and time.monotonic() >= self.deadline:
-            self.kill()
-            limit = f"reward.timeout_s = {self._timeout_s}" if self._is_ready else f"{START_TIMEOUT_S:g} s"
-            self._end(f"it took longer than {limit}")
+            self._lose("sent something that is no result")
+        if self.is_idle:
+            return
+        if has_ended:
+            self._lose(self._how_it_ended())
+        elif time.monotonic() >= self.deadline:
+            limit = f"reward.timeout_s = {self._settings.timeout_s}" if self._is_ready else f"{START_TIMEOUT_S:g} s"
+            self._lose(f"took longer than {limit}")
+        elif self._exceeds_memory():
+            self._lose(f"held more than reward.memory_limit_bytes = {self._settings.memory_limit_bytes}")
 
     def ask_to_end(self) -> None:
         """Let an idle process end by itself; `kill` follows."""
         if self.is_idle:
-            with contextlib.suppress(OSError):
-                self.connection.send_bytes(b"")
+            self.deadline = time.monotonic() + END_TIMEOUT_S
+            self._send(b"")
 
     def kill(self, *, grace_s: float = 0.0) -> None:
-        """End the process, and those that it has started.
+        """End the process, and all processes that it has started.
 
         Args:
             grace_s: time that a process gets which was asked to end.
         """
+        if self._is_killed:
+            return
         if grace_s > 0 and self.is_idle:
-            with contextlib.suppress(OSError):
-                self.connection.poll(grace_s)  # true at the end of the process, which sends nothing while it is idle
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self.connection.close()
+            # Readable at the end of the process, which sends nothing while it is idle.
+            multiprocessing.connection.wait([self._connection], timeout=grace_s)
+        if self._process.poll() is None:
+            kill_descendants(self._process.pid)
+            self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(KILL_TIMEOUT_S)
+        else:  # a supervisor that was killed has left what its worker started
+            kill_marked(MARK, self._mark)
+        self._connection.close()
+
+    @property
+    def _is_killed(self) -> bool:
+        return self._connection.fileno() < 0
+
+    def _send(self, message: bytes) -> None:
+        """Send a message by the deadline; a process that does not take it is noticed by `receive`."""
+        with contextlib.suppress(OSError):
+            self._connection.settimeout(max(self.deadline - time.monotonic(), 1e-3))
+            send_message(self._connection, message)
 
     def _accept(self, message: object) -> None:
         if not self._is_ready:
@@ -152,18 +218,36 @@ class WorkerProcess:
             if "errors" in message:
                 self.kill()
                 raise ConfigError(*message["errors"])
+            self._process_id = message.get("process_id", self._process_id)
             self._loading = message.get("loading", self._loading)
             self._is_ready = not message
             return
         if not isinstance(message, float | str):
             raise ValueError
         self.results.append(message)
-        if len(self.results) == self._num_functions:
+        if len(self.results) == len(self._settings.names):
             self.task = None
 
-    def _end(self, reason: str) -> None:
+    def _exceeds_memory(self) -> bool:
+        limit, now = self._settings.memory_limit_bytes, time.monotonic()
+        if limit is None or now < self._next_look:
+            return False
+        self._next_look = now + WATCH_S
+        return resident_bytes(descendants(self._process.pid)) > limit
+
+    def _how_it_ended(self) -> str:
+        try:
+            code = self._process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def _lose(self, event: str) -> None:
+        """Kill the process and record what has happened to it as the result of the function that was running."""
+        reason = f"the scorer process {self.process_id} {event}"
+        self.kill()
         if not self._is_ready:
-            raise ConfigError(f"{self._field}: importing '{self._loading}' fails: {reason}")
-        num_missing = self._num_functions - len(self.results)
+            raise RewardLostError(f"{self._settings.field}: importing '{self._loading}' fails: {reason}")
+        num_missing = len(self._settings.names) - len(self.results)
         self.results += [reason] + ["not run"] * (num_missing - 1)
-        self.task = None
+        self.task, self.is_lost = None, True

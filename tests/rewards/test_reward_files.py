@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -206,13 +207,26 @@ def test_files_that_raise_are_reported_with_the_line(files):
         assert reason.replace("(r.py", f"(r{n}.py") in line
 
 
-def test_a_file_that_ends_its_process_or_hangs_is_reported(files, monkeypatch):
-    files({"dies.py": "import os\nos._exit(3)\n", "hangs.py": "import time\ntime.sleep(60)\n", "a.py": "f = max\n"})
-    message = "reward.functions: importing 'dies.py:f' fails: the process ended with exit code 3"
-    assert error_of("a.py:f", "dies.py:f") == message
-    monkeypatch.setattr(process, "START_TIMEOUT_S", 1.0)
+ENDINGS = {
+    "os._exit(3)": "ended with exit code 3",
+    "os._exit(0)": "ended with exit code 0",
+    "os.kill(os.getpid(), signal.SIGSEGV)": "was killed by SIGSEGV",
+    "os.kill(os.getpid(), signal.SIGKILL)": "was killed by SIGKILL",
+    "os.kill(os.getpid(), signal.SIGSTOP)": "took longer than 2 s",
+    "time.sleep(60)": "took longer than 2 s",
+    "threading.Thread(target=time.sleep, args=(60,)).start(); os.close(int(sys.argv[1])); time.sleep(60)": "took",
+}
+"""What a file does when it is imported, and what is said of its process."""
+
+
+@pytest.mark.parametrize("line", ENDINGS)
+def test_a_file_that_ends_its_process_or_hangs_is_reported(files, monkeypatch, line):
+    files({"bad.py": f"import os, signal, sys, threading, time\n{line}\n", "a.py": "f = max\n"})
+    if "took" in ENDINGS[line]:
+        monkeypatch.setattr(process, "START_TIMEOUT_S", 2.0)
     start = time.monotonic()
-    assert error_of("hangs.py:f") == "reward.functions: importing 'hangs.py:f' fails: it took longer than 1 s"
+    message = r"reward\.functions: importing 'bad\.py:f' fails: the scorer process \d+ " + ENDINGS[line]
+    assert re.match(message, error_of("a.py:f", "bad.py:f"))
     assert time.monotonic() - start < 30
 
 
