@@ -132,7 +132,7 @@ class RolloutConfig:
     temperature: float = 1.0
     """Divisor of the logits, in the engine and in the trainer; vLLM takes none below 0.01."""
     stop_token_ids: list[int] = field(default_factory=list)
-    """Token ids that end a response, in addition to the EOS ids of tokenizer and generation config."""
+    """Token ids that end a response, in addition to the EOS ids of tokenizer, generation config and config.json."""
     stop_strings: list[str] = field(default_factory=list)
     """Texts that end a response as soon as it contains one of them; the text stays in the response."""
     dynamic_filtering_reward_range: tuple[float, float] | None = None
