@@ -9,12 +9,8 @@ python launch/colocated.py plan --config my.yaml --gpus 8     memory and time of
 python launch/colocated.py --from-openrlhf "$(cat train.sh)" > my.yaml
 """
 
-import logging
 import os
-import signal
 import sys
-import time
-import traceback
 from argparse import REMAINDER, SUPPRESS, Action, Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,10 +21,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]  # so that a checkout runs wit
 
 from jsonargparse.typing import PositiveInt  # noqa: E402
 
-from hybrid_rl.config import Config, check  # noqa: E402
-from hybrid_rl.errors import PreemptedError  # noqa: E402
-from hybrid_rl.machine.visible_devices import VARIABLE, name_of_rank  # noqa: E402
-from hybrid_rl.monitoring.signals import exit_with, handle_signals, raise_if_received  # noqa: E402
+from hybrid_rl.config import Config, ConfigError, check  # noqa: E402
+from hybrid_rl.monitoring.signals import handle_signals  # noqa: E402
 from launch.settings import (  # noqa: E402
     SettingsParser,
     exit_on_config_error,
@@ -38,8 +32,11 @@ from launch.settings import (  # noqa: E402
 )
 
 NUM_PROCESSES = "Ranks; null takes one per visible GPU, or one on a CPU."
-AGENT_TIMEOUT_S = 5.0
-"""How long a rank that has lost another waits for torch's agent to end it: the other one has printed the reason."""
+TRANSLATED = {
+    "openrlhf": "OpenRLHF's train_ppo_ray",
+    "coati": "ColossalChat's train_ppo.py, train_grpo.py or train_prompts_on_ray.py",
+}
+"""System -> its programs, for the help of `--from-<system>`."""
 
 
 class Translate(Action):
@@ -48,12 +45,19 @@ class Translate(Action):
     def __call__(
         self, parser: Any, namespace: Namespace, values: str | Sequence[Any] | None, option_string: str | None = None
     ) -> NoReturn:
-        """Translate the rest of the command line, quoted as one argument or not; exit code 2 if it cannot be read."""
+        """Translate the rest of the command line, quoted as one argument or not.
+
+        Raises:
+            SystemExit: code 0; 2 if the command line cannot be read, or the printed settings are not complete.
+        """
         from launch.translate.command import translate
         from launch.translate.systems import SYSTEMS
 
         with exit_on_config_error():
-            print(translate(SYSTEMS[self.option_strings[0]], list(values or ())), end="")
+            translation = translate(SYSTEMS[self.option_strings[0]], list(values or ()))
+            print(translation.text, end="", flush=True)
+            if translation.findings:
+                raise ConfigError(*translation.findings)
         sys.exit(0)
 
 
@@ -68,7 +72,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Config, int | None]:
 def make_translating_parser() -> SettingsParser:
     """Return a parser that also takes the command line of another system."""
     parser = make_parser("colocated.py", __doc__)
-    for option, program in {"openrlhf": "OpenRLHF's train_ppo_ray", "coati": "ColossalChat's train_ppo.py"}.items():
+    for option, program in TRANSLATED.items():
         text = f"Print the settings that correspond to a command line of {program}, with every difference, and exit."
         parser.add_argument(f"--from-{option}", action=Translate, nargs=REMAINDER, default=SUPPRESS, help=text)
     return parser
@@ -129,34 +133,6 @@ def check_only(arguments: list[str]) -> None:
     print("\n".join(lines))
 
 
-def run_rank(config: Config) -> None:
-    """Train as the rank that torch's environment variables name; the process sees the GPU of this rank alone."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    is_alone = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 1
-    if not is_alone:
-        os.environ[VARIABLE] = name_of_rank(os.environ, local_rank)
-    handle_signals(is_quiet=not is_alone)
-    if config.checkpoint.on_sigterm:
-        exit_with(signal.SIGTERM, PreemptedError.exit_code)
-    from transformers.utils.logging import disable_progress_bar
-
-    from hybrid_rl.distributed import leave_world
-    from hybrid_rl.trainer import train
-
-    disable_progress_bar()
-    try:
-        with exit_on_config_error():
-            train(config)
-            leave_world()
-            raise_if_received()
-    except Exception as error:
-        if "Connection closed by peer" in str(error):
-            time.sleep(AGENT_TIMEOUT_S)
-        if not is_alone:  # torch's agent shows one failed rank only, perhaps one that lost the connection to another
-            traceback.print_exc()
-        raise
-
-
 def num_visible_gpus() -> int:
     """Return the number of GPUs that this process may use, without initialising CUDA in it."""
     import torch
@@ -174,32 +150,13 @@ def choose_accelerator() -> None:
 
 
 def launch(config: Config, num_processes: int) -> None:
-    """Run one process per rank under torch's elastic agent; a single rank runs in this process."""
+    """Run one process per rank; a single rank runs in this process."""
+    from launch.ranks import launch_ranks, run_rank  # imports torch, for which --help need not wait
+
     if num_processes == 1:
         run_rank(config)
-        return
-    # torch's agent would give each rank one thread, which is too few for an optimizer on the host.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_processes)))
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):  # each rank prints its own error
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    agent = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_processes,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        run_id=config.run.name,
-        max_restarts=0,
-    )
-    try:
-        elastic_launch(agent, run_rank)(config)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        print(f"rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr)
-        sys.exit(failure.exitcode)
+    else:
+        launch_ranks(config, num_processes)
 
 
 def main() -> None:

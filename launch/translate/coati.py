@@ -3,7 +3,7 @@
 from pathlib import PurePath
 from typing import Any
 
-from launch.translate.command import KEEP_DEFAULT, Command, Program, fixed, lost, maps, moot
+from launch.translate.program import KEEP_DEFAULT, Command, Program, fixed, lost, maps, moot
 
 NO_PIPELINE = "there are no pipeline stages; update.zero_stage = 3 or update.tensor_parallel_size splits the model"
 EACH_PROCESS = "counted per process in ColossalChat, over all ranks here"

@@ -5,7 +5,7 @@ At that commit it cannot run because modules that it imports are missing; its ar
 
 from pathlib import PurePath
 
-from launch.translate.command import Command, Program, fixed, maps, moot
+from launch.translate.program import Command, Program, fixed, maps, moot
 
 PROMPT_TOKENS, SEQUENCE_TOKENS = 96, 128
 ONE_POOL = "models have no GPUs of their own here; every GPU holds a shard of every model"

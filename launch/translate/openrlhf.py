@@ -4,9 +4,9 @@ Read at commit 3c3be623 (August 2026); flat spellings and removed arguments at c
 2025) and bfa85f6f (February 2025). If a default changed, the newest one counts.
 """
 
-from launch.translate.command import Program, fixed, lost, maps, moot
 from launch.translate.openrlhf_rules import RULES, estimator, has_kl, is_old
 from launch.translate.openrlhf_run import DATA, MODELS, OUTPUT, PLACEMENT, SAMPLING
+from launch.translate.program import Program, fixed, lost, maps, moot
 
 GROUP = ("rloo", "group_norm", "dr_grpo", "reinforce_baseline")
 SCHEDULES = {

@@ -6,7 +6,7 @@ from pathlib import PurePath
 from typing import Any
 
 from hybrid_rl.config import RunConfig
-from launch.translate.command import KEEP_DEFAULT, Command
+from launch.translate.program import KEEP_DEFAULT, Command
 
 
 def _response_tokens(c: Command) -> int:

@@ -1,7 +1,7 @@
 """OpenRLHF's arguments of placement, models, data, sampling and output."""
 
-from launch.translate.command import fixed, lost, maps, moot
 from launch.translate.openrlhf_rules import estimator, is_colocated, is_function
+from launch.translate.program import fixed, lost, maps, moot
 
 ONE_POOL = "every GPU holds a shard of every model, one process per visible GPU; CUDA_VISIBLE_DEVICES selects them"
 ALL_ENGINES = "every GPU has an engine, or a shard of one over rollout.tensor_parallel_size GPUs"

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from launch.translate.command import KEEP_DEFAULT, Argument, Program, read_arguments
+from launch.translate.program import KEEP_DEFAULT, Argument, Program
+from launch.translate.reading import read_arguments
 from launch.translate.systems import SYSTEMS
 
 HEADER = "| Argument | Default | Setting here | What differs |\n|---|---|---|---|\n"

@@ -10,7 +10,9 @@ import yaml
 
 from hybrid_rl.config import Config, ConfigError
 from launch.translate import coati, coati_ray, openrlhf
-from launch.translate.command import Program, default_of, read_arguments, settings_of, translate
+from launch.translate.command import default_of, settings_of, translate
+from launch.translate.program import Program
+from launch.translate.reading import read_arguments
 from launch.translate.shell import commands, up_to_operator
 from launch.translate.systems import SYSTEMS
 from launch.translate.table import table
@@ -25,13 +27,16 @@ def settings(program: Program, arguments: str, num_processes: int | None = None)
 
 
 def test_a_command_line_without_paths_says_what_is_missing() -> None:
-    assert "NOT COMPLETE, it will not start like this:\n# - models.actor is empty" in translate(
-        SYSTEMS["--from-openrlhf"], ["--rollout.batch_size", "64"]
+    assert (
+        "NOT COMPLETE, it will not start like this:\n# - models.actor is empty"
+        in translate(SYSTEMS["--from-openrlhf"], ["--rollout.batch_size", "64"]).text
     )
 
 
 def test_shell_variables_that_are_not_expanded_are_listed() -> None:
-    text = translate(SYSTEMS["--from-openrlhf"], ["--pretrain $MODEL --prompt_data p.jsonl --remote_rm_url http://a"])
+    text = translate(
+        SYSTEMS["--from-openrlhf"], ["--pretrain $MODEL --prompt_data p.jsonl --remote_rm_url http://a"]
+    ).text
     assert "# Shell variables, to be replaced:\n# - --pretrain $MODEL\n" in text
 
 
@@ -171,7 +176,7 @@ def test_what_cannot_be_read_is_an_error(option: str, words: list[str], message:
 
 
 def test_arguments_alone_find_their_program() -> None:
-    ray = translate(SYSTEMS["--from-coati"], ["--pretrain", "gpt2", "--prompt_csv_url", "p.csv"])
+    ray = translate(SYSTEMS["--from-coati"], ["--pretrain", "gpt2", "--prompt_csv_url", "p.csv"]).text
     assert "train_prompts_on_ray.py" in ray and yaml.safe_load(ray)["prompts"]["path"] == "p.csv"
 
 

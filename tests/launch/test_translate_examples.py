@@ -325,7 +325,7 @@ def as_lists(value: Any) -> Any:
 def test_real_command_lines_give_settings_that_load(
     option: str, text: str, expected: dict[str, Any], tmp_path: Path
 ) -> None:
-    translated = translate(SYSTEMS[option], [text])
+    translated = translate(SYSTEMS[option], [text]).text
     assert yaml.safe_load(translated) == expected
     assert "NOT COMPLETE" not in translated
     path = tmp_path / "translated.yaml"
@@ -340,13 +340,13 @@ def test_real_command_lines_give_settings_that_load(
 
 
 def test_comments_group_differences_under_the_given_spelling() -> None:
-    comments = " ".join(translate(SYSTEMS["--from-openrlhf"], [PPO_FLAT]).partition("\nrun:")[0].split("\n#   "))
+    comments = " ".join(translate(SYSTEMS["--from-openrlhf"], [PPO_FLAT]).text.partition("\nrun:")[0].split("\n#   "))
     assert "# Differs here:" in comments and "# Has no meaning here:" in comments
     assert "- --ref_num_nodes, --ref_num_gpus_per_node, --reward_num_nodes" in comments
     assert "(KL bound)" in comments and "--adam_offload" not in comments
     assert "the default was 0.95 until early 2025" in comments
-    assert "0.95 until" not in translate(SYSTEMS["--from-openrlhf"], [PPO_FLAT + " --lambd 1"])
-    remote = translate(SYSTEMS["--from-openrlhf"], [REMOTE_DOTTED])
+    assert "0.95 until" not in translate(SYSTEMS["--from-openrlhf"], [PPO_FLAT + " --lambd 1"]).text
+    remote = translate(SYSTEMS["--from-openrlhf"], [REMOTE_DOTTED]).text
     lost = remote.partition("# Not carried over, and it changes the run:\n")[2].partition("\n#\n")[0]
     assert re.findall(r"^# - (--[\w.]+)", lost, re.MULTILINE) == [
         "--eval.temperature",
