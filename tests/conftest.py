@@ -103,10 +103,8 @@ def tiny_config(*, tied: bool = True) -> LlamaConfig:
     )
 
 
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `policy`, `reward`, `prompts.jsonl` (10 rows) and `heldout.jsonl` (6 rows)."""
-    root = tmp_path_factory.mktemp("tiny")
+def write_tiny(root: Path) -> None:
+    """Write the folders `policy` and `reward`, `prompts.jsonl` (10 rows) and `heldout.jsonl` (6 rows)."""
     torch.manual_seed(1)
     tokenizer = make_tokenizer()
     config = tiny_config()
@@ -123,6 +121,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, rows in {"prompts": range(10), "heldout": range(10, 16)}.items():
         lines = [json.dumps({"prompt": f"{i}+{i % 3}=", "answer": str(i + i % 3)}) for i in rows]
         (root / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what write_tiny writes."""
+    root = tmp_path_factory.mktemp("tiny")
+    write_tiny(root)
     return root
 
 

@@ -35,7 +35,6 @@ def become(arguments: list[str], environment: dict[str, str], folder: str, outpu
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv[:] = arguments
-    atexit.register(gc.unfreeze)  # otherwise C++ libraries warn at exit about objects that were never freed
     runpy.run_path(arguments[0], run_name="__main__")
 
 
@@ -56,6 +55,7 @@ def serve(requests: int, answers: int) -> None:
 def main() -> None:
     """Fork a server for each pair of descriptors, and wait until all have ended."""
     gc.freeze()  # DeepSpeed collects garbage often; the programs need not look for it among the imports
+    atexit.register(gc.unfreeze)  # otherwise C++ libraries warn at exit about objects that were never freed
     descriptors = [int(argument) for argument in sys.argv[1:]]
     for pair in zip(descriptors[::2], descriptors[1::2], strict=True):
         if os.fork() == 0:

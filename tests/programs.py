@@ -5,6 +5,7 @@ import os
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -65,6 +66,12 @@ class ForkServer:
         self._output.unlink(missing_ok=True)
         job = {"arguments": arguments, "environment": dict(environment), "folder": str(folder)}
         print(json.dumps({**job, "output": str(self._output)}), file=self._requests)
+
+    def program(self) -> psutil.Process:
+        """Return the process of the program that was started."""
+        while not (children := self._server.children()):
+            time.sleep(0.001)
+        return children[0]
 
     def wait(self, timeout_s: float = 400.0) -> ProgramResult:
         """Wait for the program that was started; after the timeout it is killed, with all that it started."""

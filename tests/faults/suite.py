@@ -1,0 +1,83 @@
+"""Let every process and every file of a real run meet every fault, and write how each run ended.
+
+python -m tests.faults.suite                                   all cases; half an hour and more
+python -m tests.faults.suite --only "one rank"                 cases whose names contain a text
+"""
+
+import argparse
+import csv
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.faults.cases import Case, Ends, Outcome
+from tests.faults.judging import faults_of
+from tests.faults.process_cases import CASES
+from tests.faults.runs import FaultyRuns
+from tests.programs import running_fork_servers
+
+ROOT = Path(__file__).parents[2]
+COLUMNS = [
+    *("run", "subject", "phase", "fault", "settings", "expected"),
+    *("seconds", "exit_code", "sentence", "leftovers", "verdict"),
+]
+
+
+def row_of(case: Case, outcome: Outcome, faults: Sequence[str]) -> dict[str, str]:
+    """Return the row of a case in the CSV."""
+    expected = case.expected
+    return {
+        "run": case.run,
+        "subject": case.subject,
+        "phase": case.phase,
+        "fault": case.fault,
+        "settings": " ".join(f"{name}={value}" for name, value in case.settings.items()),
+        "expected": f"exit code {expected.code}" if isinstance(expected, Ends) else "goes on",
+        "seconds": f"{outcome.seconds:.1f}",
+        "exit_code": str(outcome.code),
+        "sentence": " | ".join(outcome.sentences)[:300],
+        "leftovers": str(len(outcome.leftovers)),
+        "verdict": "; ".join(faults) or "as expected",
+    }
+
+
+def main() -> None:
+    """Run the cases; exit with code 1 if a run did not end as expected."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="text that the names of the cases contain")
+    parser.add_argument("--csv", type=Path, default=ROOT / "profiling" / "results" / "faults.csv", help="result")
+    parser.add_argument("--outputs", type=Path, help="folder for the output of each run that did not end as expected")
+    arguments = parser.parse_args()
+    cases = [case for name, case in CASES.items() if arguments.only in name]
+    num_unexpected = 0
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_fork_servers(Path(folder)) as (server,),
+        arguments.csv.open("w", newline="") as file,
+    ):
+        runs = FaultyRuns(Path(folder), server)
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        try:
+            for number, case in enumerate(cases, 1):
+                outcome = runs.run(case)
+                faults = faults_of(outcome, case.expected)
+                num_unexpected += bool(faults)
+                writer.writerow(row_of(case, outcome, faults))
+                file.flush()
+                verdict = "; ".join(faults) or "as expected"
+                print(f"{number}/{len(cases)} {case.name}: {outcome.seconds:.1f} s, {verdict}", flush=True)
+                if faults and arguments.outputs:
+                    arguments.outputs.mkdir(parents=True, exist_ok=True)
+                    (arguments.outputs / f"{case.name.replace(' ', '_')}.txt").write_text(outcome.output)
+        finally:
+            runs.close()
+    sys.exit(f"{num_unexpected} of {len(cases)} runs did not end as expected" if num_unexpected else 0)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    main()
