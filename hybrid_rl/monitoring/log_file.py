@@ -10,6 +10,7 @@ from typing import Any
 
 from hybrid_rl.config import ConfigError
 from hybrid_rl.errors import RunError
+from hybrid_rl.printable import printable
 
 MAX_BYTES = 10 << 20
 """Size at which a new file begins."""
@@ -45,8 +46,7 @@ class LogFile(RotatingFileHandler):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the text of a message, on one line except for a trace, without control characters."""
-        text = super().format(record)
-        return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+        return printable(super().format(record))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Say once that the file cannot be written; the run goes on, and another file ends it if the disk is full."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.atomic import append, set_aside, write_atomically, writing
+from hybrid_rl.printable import printable
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ def write_rollouts(run_dir: Path, step: int, rows: Iterable[Mapping[str, Any]]) 
     """Write or replace the rollouts of a step, one JSON object per line, and return the file."""
     path = run_dir / "rollouts" / f"step_{step:06d}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows))
+    write_atomically(path, "".join(printable(json.dumps(dict(row), ensure_ascii=False)) + "\n" for row in rows))
     return path
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from hybrid_rl.atomic import write_atomically
 from hybrid_rl.batch import Rollout, TrainBatch
 from hybrid_rl.config import Config, as_dict, check
-from hybrid_rl.distributed import World
+from hybrid_rl.distributed import World, show_work
 from hybrid_rl.errors import close_each
 from hybrid_rl.monitoring.activity import Activity
 from hybrid_rl.monitoring.metrics import MetricsWriter, delete_rollouts, write_rollouts
@@ -100,6 +100,7 @@ class Recorder:
     def show_phase(self, phase: str, step: int) -> None:
         """Show the current phase, and start the profiler with the first phase of its first step."""
         self._profiler.before(step)
+        show_work(f"{phase} of step {step}")
         if self._status:
             self._status.show_phase(phase, step)
         if self._progress:

@@ -35,6 +35,9 @@ class _State:
     """What this process knows of the signals that it has received."""
 
     is_quiet: bool
+    reader: int
+    """End of the pipe into which Python writes the number of every signal at once."""
+    writer: int
     codes: dict[int, int] = field(default_factory=lambda: {number: 128 + number for number in HANDLED})
     received: int | None = None
     received_at: float = 0.0
@@ -62,13 +65,13 @@ def handle_signals(*, is_quiet: bool = False) -> None:
     if _state is not None:
         _state.is_quiet = is_quiet
         return
-    _state = _State(is_quiet=is_quiet)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
+    _state = _State(is_quiet=is_quiet, reader=reader, writer=writer)
     for number in HANDLED:
         signal.signal(number, _raise_exit)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    threading.Thread(target=_watch, args=(_state, reader), name="signals", daemon=True).start()
+    threading.Thread(target=_watch, args=(_state,), name="signals", daemon=True).start()
 
 
 def exit_with(number: signal.Signals, code: int) -> None:
@@ -91,7 +94,8 @@ def is_end_requested() -> bool:
 def request_end() -> None:
     """Do what SIGTERM does while it is deferred, because another rank has received it."""
     if _state is not None and _state.deferral and _state.received is None:
-        _receive(_state, signal.SIGTERM)
+        os.write(_state.writer, bytes([signal.SIGTERM]))
+        _wait_until_received(_state)
 
 
 def allow_close(code: int) -> None:
@@ -100,6 +104,7 @@ def allow_close(code: int) -> None:
         _state.deadline = time.monotonic() + CLOSE_LIMIT_S
         _state.deferral = None
         _state.codes[_state.received] = code
+        os.write(_state.writer, b"\0")  # so that the thread waits for the new deadline
 
 
 def raise_if_received() -> None:
@@ -110,23 +115,30 @@ def raise_if_received() -> None:
 
 def _raise_exit(number: int, _: FrameType | None) -> None:
     state = _state
-    if state is None or state.is_raised or state.is_deferred or (number == signal.SIGTERM and state.deferral):
+    if state is None:
         return
-    state.is_raised = True
-    raise SystemExit(state.codes[number])
+    _wait_until_received(state)
+    if not state.is_raised and not state.is_deferred:
+        state.is_raised = True
+        raise SystemExit(state.codes[number])
 
 
-def _watch(state: _State, reader: int) -> None:
+def _watch(state: _State) -> None:
     """Receive signals for as long as the process lives, and end it at the deadline."""
     while True:
         left = None if state.deadline is None else max(0.0, state.deadline - time.monotonic())
-        is_ready = bool(select.select([reader], [], [], left)[0])
-        if is_ready:
-            (number,) = os.read(reader, 1)
-            if number in HANDLED:
-                _receive(state, number)
+        if select.select([state.reader], [], [], left)[0]:
+            for number in os.read(state.reader, 64):
+                if number in HANDLED:
+                    _receive(state, number)
         elif state.deadline is not None and time.monotonic() >= state.deadline:
             _end_at_deadline(state)
+
+
+def _wait_until_received(state: _State) -> None:
+    """Let the watching thread receive a signal before the main thread goes on; no lock, which it could hold itself."""
+    while state.received is None:
+        time.sleep(0.001)
 
 
 def _receive(state: _State, number: int) -> None:
@@ -135,7 +147,7 @@ def _receive(state: _State, number: int) -> None:
             _end(state, 128 + number, f"ended at once by {signal.Signals(number).name}, the second signal")
         return
     name = signal.Signals(number).name
-    state.received, state.received_at = number, time.monotonic()
+    state.received_at = time.monotonic()
     if number == signal.SIGTERM and state.deferral is not None:
         state.is_deferred = True
         state.deadline = state.received_at + state.deferral.grace_s
@@ -143,6 +155,7 @@ def _receive(state: _State, number: int) -> None:
     else:
         state.deadline = state.received_at + CLOSE_LIMIT_S
         _print(state, f"error: ended by {name}")
+    state.received = number  # last: the main thread waits for it
 
 
 def _end_at_deadline(state: _State) -> None:
