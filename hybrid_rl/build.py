@@ -21,7 +21,7 @@ from hybrid_rl.checkpoints.run_folder import RunFolder
 from hybrid_rl.checkpoints.saver import Saver
 from hybrid_rl.config import Config
 from hybrid_rl.data.loading import Data
-from hybrid_rl.distributed import World, join_world
+from hybrid_rl.distributed import World, begin_to_end, join_world
 from hybrid_rl.engines import RolloutEngine, TrainEngine
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
 from hybrid_rl.engines.deepspeed.ulysses import enable_sequence_parallel
@@ -66,7 +66,7 @@ def build(config: Config) -> Run:
     Raises:
         ConfigError: a setting or an input file cannot work, or the models do not fit; before any model loads.
     """
-    world = join_world()
+    world = join_world(stall_timeout_s=config.run.stall_timeout_s)
     if config.run.deterministic and world.device.type == "cuda":
         use_deterministic_kernels()
     prepared = prepare_run(config, run_site(world))
@@ -75,6 +75,7 @@ def build(config: Config) -> Run:
     try:
         return build_in(prepared.folder, prepared, world, opened)
     except BaseException as error:
+        begin_to_end()
         close_each(*reversed(opened), error=error)
         raise
 

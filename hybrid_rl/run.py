@@ -15,7 +15,7 @@ from hybrid_rl.checkpoints.saver import CheckpointPart, Saver
 from hybrid_rl.checkpoints.snapshot import Snapshot
 from hybrid_rl.config import Config
 from hybrid_rl.data.loading import Data
-from hybrid_rl.distributed import World
+from hybrid_rl.distributed import World, begin_to_end
 from hybrid_rl.engines import RolloutEngine, TrainEngine
 from hybrid_rl.errors import close_each
 from hybrid_rl.memory.micro_batches import TokenLimits
@@ -135,5 +135,7 @@ class Run:
         Every part is closed, also after another one has failed. An error that ends the run already is not hidden.
         """
         gc.unfreeze()
+        if sys.exception():
+            begin_to_end()
         parts = (self.saver.close, self.engine.close, self.data.close, self.folder.close)
         close_each(*parts, error=sys.exception())

@@ -23,6 +23,7 @@ from jsonargparse.typing import PositiveInt  # noqa: E402
 
 from hybrid_rl.config import Config, ConfigError, check  # noqa: E402
 from hybrid_rl.monitoring.signals import handle_signals  # noqa: E402
+from hybrid_rl.printable import escape_messages, printable  # noqa: E402
 from launch.settings import (  # noqa: E402
     SettingsParser,
     exit_on_config_error,
@@ -130,7 +131,7 @@ def check_only(arguments: list[str]) -> None:
         lines = check_run_here(config, settings.num_processes)
     else:
         lines = check_run_elsewhere(config, parse_machine(settings))
-    print("\n".join(lines))
+    print(printable("\n".join(lines)))
 
 
 def num_visible_gpus() -> int:
@@ -161,6 +162,7 @@ def launch(config: Config, num_processes: int) -> None:
 
 def main() -> None:
     """Read and check the settings, then train or plan; a plan that does not fit exits with code 1."""
+    escape_messages()
     handle_signals()
     with exit_on_config_error():
         if sys.argv[1:2] == ["plan"]:

@@ -12,7 +12,7 @@ MODULES = sorted(
 )
 
 SPINE = {"run", "preflight", "build", "stages", "trainer"}  # compose the rooms, so they may import every one
-BASE = {"config", "errors", "batch", "distributed", "atomic", "serialization", "exchange"}
+BASE = {"config", "errors", "batch", "distributed", "atomic", "serialization", "exchange", "printable"}
 ROOMS: dict[str, set[str]] = {
     **{name: set() for name in BASE},
     "atomic": {"errors"},
@@ -21,7 +21,7 @@ ROOMS: dict[str, set[str]] = {
     "config_operation": set(),
     "config_training": {"algorithms.specs"},
     "exchange": {"config", "errors", "serialization"},
-    "distributed": {"exchange"},
+    "distributed": {"config", "errors", "exchange", "printable"},
     "algorithms": {"batch", "algorithms.specs"},
     "settings": {"config", "algorithms.specs"},
     "validate": {"config", "algorithms.specs", "settings"},
@@ -31,7 +31,7 @@ ROOMS: dict[str, set[str]] = {
     "models": {"config", "errors", "batch", "distributed"},
     "weights": {"config", "errors", "distributed", "serialization", "monitoring"},
     "checkpoints": {*BASE, "algorithms.specs", "models", "weights", "rewards"},
-    "rewards": {"config", "errors", "batch", "distributed", "serialization", "algorithms", "models"},
+    "rewards": {"config", "errors", "batch", "distributed", "serialization", "printable", "algorithms", "models"},
     "data": {"config", "errors", "batch", "distributed", "serialization", "models", "rewards"},
     "engines": {"config", "errors", "batch", "distributed", "checkpoints", "machine", "memory", "models", "weights"},
     "planning": {"config", "errors", "distributed", "validate", "memory", "models", "weights"},

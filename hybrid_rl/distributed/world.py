@@ -1,9 +1,8 @@
-"""The ranks of a run: this rank's place among them, process groups, and the collectives that the loop needs."""
+"""This rank's place among the ranks of a run, process groups, and the collectives that the loop needs."""
 
 import dataclasses
 import datetime
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -17,7 +16,7 @@ from hybrid_rl import exchange
 T = TypeVar("T")
 
 GENERATION_TIMEOUT = datetime.timedelta(days=1)
-"""How long ranks wait while one generates for all. A rank that ends closes its connections, which ends the wait."""
+"""How long ranks wait while one generates for all; see watch.py for the end of the wait for a rank that is lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,42 +134,3 @@ class World:
         """Wait for every rank."""
         if self.size > 1:
             dist.barrier(group=self.group)
-
-
-def free_port() -> int:
-    """Return a TCP port of the loopback interface that is free at the moment."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def join_world(timeout_s: float = 1800.0) -> World:
-    """Join the process group that RANK, WORLD_SIZE and MASTER_* describe; without them, a group of one rank.
-
-    Collectives of CPU tensors use gloo, collectives of GPU tensors NCCL.
-    """
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    # The launcher narrows CUDA_VISIBLE_DEVICES to the rank's own GPU if a node has several ranks.
-    device = (
-        torch.device("cuda", local_rank % torch.cuda.device_count())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed reads the GPU's index from it
-    if size == 1:
-        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the store of torchrun listens on another port
-        os.environ.update(
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0"
-        )
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout_s))
-    return World(rank=rank, size=size, local_rank=local_rank, device=device)
-
-
-def leave_world() -> None:
-    """Close the connections after a run that succeeded; after a failure, other ranks may still be in a collective."""
-    dist.destroy_process_group()
