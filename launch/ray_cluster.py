@@ -25,6 +25,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedErr
 from ray.train.torch import TorchConfig, TorchTrainer  # noqa: E402
 
 from hybrid_rl.config import Config, ConfigError, check  # noqa: E402
+from hybrid_rl.printable import escape_messages, printable  # noqa: E402
 from launch.settings import exit_on_config_error, make_parser, prepare, print_error, read_settings  # noqa: E402
 
 FORWARDED = ("CUDA_", "DS_", "HF_", "HYBRID_RL_", "NCCL_", "OMP_", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "VLLM_")
@@ -75,6 +76,7 @@ def work(job: Mapping[str, Any]) -> None:
     for stream in (sys.stdout, sys.stderr):  # Ray prints this name before every line of the worker
         stream.write(f":actor_name:rank {get_context().get_world_rank()}\n")
         stream.flush()
+    escape_messages()
     folder = Path(job["folder"])
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} does not exist on {socket.gethostname()}: every node must have it")
@@ -160,14 +162,15 @@ def report_failure(error: TrainingFailedError) -> int:
             for message in failure.messages:
                 print_error(message)
             return 2
-        print(f"rank {rank}: {type(failure).__name__}: {failure}", file=sys.stderr)
+        print(printable(f"rank {rank}: {type(failure).__name__}: {failure}"), file=sys.stderr)
     if not failures:
-        print(error, file=sys.stderr)
+        print(printable(str(error)), file=sys.stderr)
     return 1
 
 
 def main() -> None:
     """Read and check the settings, then train."""
+    escape_messages()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))  # on which Ray stops the workers
     config, cluster = parse()

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from hybrid_rl.config import ConfigError
+from hybrid_rl.printable import PrintableStream
 from hybrid_rl.rewards.loading import RuleFunction, describe, load_functions
 from hybrid_rl.rewards.messages import receive_message, send_message
 from hybrid_rl.rewards.returned import score_of
@@ -79,9 +80,10 @@ def main() -> None:
     os.set_inheritable(descriptor, False)
     fork_worker(descriptor)
     # What a function prints goes to stderr at once: the program's stdout may be read by another program, and this
-    # process may be killed before a buffer is full.
+    # process may be killed before a buffer is full. It may be the text of a response, which no terminal must obey.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    stderr = open(sys.stderr.fileno(), "wb", closefd=False)  # noqa: SIM115
+    sys.stdout = sys.stderr = PrintableStream(stderr, encoding="utf-8", line_buffering=True)
     os.dup(descriptor)  # stays open until exit handlers have run, so that the pool sees the end of this process
     with contextlib.suppress(EOFError, ConnectionError), socket.socket(fileno=descriptor) as connection:
         serve(connection)

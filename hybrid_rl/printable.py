@@ -1,0 +1,54 @@
+"""Text that others have written, such as a model or a scorer, for terminals and logs."""
+
+import io
+import logging
+import sys
+import traceback
+import unicodedata
+from types import TracebackType
+
+
+def printable(text: str) -> str:
+    """Return a text in which a terminal finds nothing to obey: control characters are written as JSON escapes.
+
+    They are the characters of Unicode's categories for control, format (which also turn the direction of writing),
+    surrogates, and line and paragraph separators. Line feeds and tabs stay. A JSON text keeps its meaning.
+    """
+    return text if text.isprintable() else "".join(c if _is_harmless(c) else _escaped(c) for c in text)
+
+
+def _is_harmless(character: str) -> bool:
+    return character.isprintable() or character in "\n\t" or unicodedata.category(character) == "Zs"
+
+
+def _escaped(character: str) -> str:
+    units = character.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[i : i + 2].hex()}" for i in range(0, len(units), 2))
+
+
+class PrintableRecord(logging.LogRecord):
+    """A message of a log, escaped by `printable`."""
+
+    def getMessage(self) -> str:  # noqa: N802
+        """Return the text of the message."""
+        return printable(super().getMessage())
+
+
+class PrintableStream(io.TextIOWrapper):
+    """A text stream that escapes what is written to it by `printable`."""
+
+    def write(self, text: str) -> int:
+        """Write a text and return its length."""
+        super().write(printable(text))
+        return len(text)
+
+
+def escape_messages() -> None:
+    """Let every logger of this process, and the trace of an exception that ends it, write escaped text."""
+    logging.setLogRecordFactory(PrintableRecord)
+    sys.excepthook = print_trace
+
+
+def print_trace(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an exception with its trace to stderr, escaped."""
+    print(printable("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
