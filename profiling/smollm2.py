@@ -14,9 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 def convert(gguf: Path, folder: Path) -> None:
     """Dequantise the weights to bfloat16 and save model, tokenizer and chat template."""
     source = {"gguf_file": gguf.name}
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, trust_remote_code=False, **source)
     model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **source
+        gguf.parent,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+        trust_remote_code=False,
+        **source,
     )
     # The chat turn ends with <|im_end|>; the file names it as EOS of the tokenizer.
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id)

@@ -64,6 +64,7 @@ def check_weights(path: str, *, field: str, is_policy: bool, new_head: bool = Fa
             config=config,
             state_dict=dict(tensors.floats),
             device_map={"": "meta"},
+            trust_remote_code=False,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )

@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
 from hybrid_rl.config import Config, ConfigError, ModelsConfig
+from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.models.folders import load_config
 from hybrid_rl.models.lengths import max_tokens
+from hybrid_rl.models.loading import load_actor
 from hybrid_rl.models.tokenizer import load_tokenizer
+from hybrid_rl.models.weight_match import check_weights
 from hybrid_rl.planning.shapes import read_shapes
 
 
@@ -63,6 +67,25 @@ def test_code_of_a_folder_never_runs_and_nobody_is_asked(
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match="no tokenizer there"):
         load_tokenizer(str(folder))
+    assert not ran.exists()
+
+
+def test_code_of_a_folder_never_runs_where_transformers_has_the_class(folder: Path, tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    (folder / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass A: pass\n")
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate" / "generate.py").write_text(f"open({str(ran)!r}, 'w')\ndef generate(model): pass\n")
+    edit_config(folder, auto_map={"AutoConfig": "own.A", "AutoModelForCausalLM": "own.A"})
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"auto_map": {"AutoTokenizer": ["own.A", None]}})
+    )
+    path, models, device = str(folder), ModelsConfig(actor=str(folder), dtype="float32"), torch.device("cpu")
+    read_shapes(plan_config(folder))
+    check_weights(path, field="models.actor", is_policy=True)
+    load_tokenizer(path)
+    load_actor(path, models, device, field="models.actor")
+    HuggingFaceEngine(path, dtype=torch.float32, device=device)
     assert not ran.exists()
 
 
