@@ -1,12 +1,13 @@
 """OpenRLHF's `openrlhf.cli.train_ppo_ray`: the dotted arguments of 2026 and the older flat ones.
 
-Read at commit 3c3be623 (August 2026); flat spellings and removed arguments at c1ba971c (April 2026), 066228f9 (October
-2025) and bfa85f6f (February 2025). If a default changed, the newest one counts.
+Read in version 0.11.2 and at commit 3c3be623 (August 2026); flat spellings and removed arguments at c1ba971c (April
+2026), 066228f9 (October 2025) and bfa85f6f (February 2025). If a default changed, the newest one counts.
 """
 
-from launch.translate.openrlhf_rules import RULES, estimator, has_kl, is_old
+from launch.translate.openrlhf_rules import RULES, estimator, has_kl, is_corrected, is_old, num_gpus
 from launch.translate.openrlhf_run import DATA, MODELS, OUTPUT, PLACEMENT, SAMPLING
-from launch.translate.program import Program, fixed, lost, maps, moot
+from launch.translate.program import Program, fixed, lost, maps, missing, moot
+from launch.translate.reading import count, finite
 
 GROUP = ("rloo", "group_norm", "dr_grpo", "reinforce_baseline")
 SCHEDULES = {
@@ -18,7 +19,7 @@ SCHEDULES = {
     "constant_with_warmup": "constant",
 }
 TOKENS = "forwards are packed by update.micro_batch_tokens, and the result does not depend on it"
-MUON = "AdamW is the only optimizer"
+MUON = "Muon is missing here: AdamW trains all weights, with the arguments of adam"
 
 REWARD = (
     maps(
@@ -31,7 +32,7 @@ REWARD = (
     ),
     maps(
         "reward.clip_range reward_clip_range",
-        float,
+        finite,
         [-10.0, 10.0],
         "reward.clip",
         num_values=2,
@@ -43,11 +44,11 @@ REWARD = (
         "OpenRLHF clips after it subtracts the group's baseline, here rewards are clipped before",
         when=lambda c: estimator(c) in GROUP,
     ),
-    maps("reward.overlong_buffer_len overlong_buffer_len", float, None, "reward.overlong_buffer"),
-    maps("reward.overlong_penalty_factor overlong_penalty_factor", float, 1.0, "reward.overlong_penalty"),
+    maps("reward.overlong_buffer_len overlong_buffer_len", finite, None, "reward.overlong_buffer"),
+    maps("reward.overlong_penalty_factor overlong_penalty_factor", finite, 1.0, "reward.overlong_penalty"),
     lost(
         "reward.stop_properly_penalty_coef stop_properly_penalty_coef",
-        float,
+        finite,
         None,
         "OpenRLHF scales or replaces a truncated response's reward; reward.truncation_penalty subtracts a constant",
     ),
@@ -84,10 +85,10 @@ ADVANTAGE = (
         "OpenRLHF subtracts the KL of all later tokens from a token's advantage, here that token's KL alone",
         when=lambda c: estimator(c) in GROUP and has_kl(c) and not c["algo.kl.use_loss"],
     ),
-    maps("algo.advantage.gamma gamma", float, 1.0, "advantage.gamma"),
+    maps("algo.advantage.gamma gamma", finite, 1.0, "advantage.gamma"),
     maps(
         "algo.advantage.lambd lambd",
-        float,
+        finite,
         1.0,
         "advantage.gae_lambda",
         note="the default was 0.95 until early 2025",
@@ -101,15 +102,23 @@ ADVANTAGE = (
         choices={False: True, True: False},
         note="OpenRLHF still subtracts the mean, here advantages are unchanged",
     ),
-    maps("algo.kl.init_coef init_kl_coef", float, 0.01, "advantage.kl_coef"),
+    maps("algo.kl.init_coef init_kl_coef", finite, 0.01, "advantage.kl_coef"),
     fixed(
         "KL bound",
         "OpenRLHF clips every KL estimate to [-10, 10]; here only k3's exponent is bounded, by 20",
         when=has_kl,
     ),
-    maps("algo.kl.target kl_target", float, None, "advantage.kl_target"),
+    maps("algo.kl.target kl_target", finite, None, "advantage.kl_target"),
     maps("algo.kl.horizon kl_horizon", int, 10_000, "advantage.kl_horizon"),
     maps("algo.kl.use_loss use_kl_loss", bool, False, "advantage.kl_in", choices={False: "reward", True: "loss"}),
+    maps(
+        "algo.kl.unbiased_gradient",
+        bool,
+        False,
+        "advantage.kl_unbiased",
+        note="OpenRLHF keeps the estimate as it is and corrects its gradient; here the estimate is weighted by the "
+        "ratio, too, and both have the gradient of the KL",
+    ),
     maps(
         "algo.kl.estimator kl_estimator",
         str,
@@ -121,11 +130,11 @@ ADVANTAGE = (
 )
 
 UPDATE = (
-    maps("train.batch_size train_batch_size", int, 128, "update.mini_batch_size"),
-    maps("train.max_epochs max_epochs", int, 1, "update.num_epochs"),
+    maps("train.batch_size train_batch_size", count, 128, "update.mini_batch_size"),
+    maps("train.max_epochs max_epochs", count, 1, "update.num_epochs"),
     maps(
         "train.micro_batch_size micro_train_batch_size",
-        int,
+        count,
         1,
         "update.micro_batch_tokens",
         note=f"counted in tokens here, this many sequences of full length; {TOKENS}",
@@ -145,37 +154,79 @@ UPDATE = (
         "token's gradient flows through its own log-prob",
         when=lambda c: c["actor.policy_loss_type"] == "gspo",
     ),
-    maps("actor.eps_clip eps_clip", float, 0.2, "update.clip_low", "update.clip_high"),
-    maps("actor.eps_clip_low_high eps_clip_low_high", float, None, "update.clip_low", "update.clip_high", num_values=2),
-    maps("actor.dual_clip dual_clip", float, None, "update.dual_clip"),
+    maps(
+        "actor.loss_agg_mode",
+        str,
+        "token-mean",
+        "update.aggregation",
+        choices={"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"},
+        note="in OpenRLHF value loss and KL keep the mean over tokens; here all losses are averaged over sequences",
+        when=lambda c: c["actor.loss_agg_mode"] != "token-mean",
+    ),
+    maps("actor.eps_clip eps_clip", finite, 0.2, "update.clip_low", "update.clip_high"),
+    maps(
+        "actor.eps_clip_low_high eps_clip_low_high", finite, None, "update.clip_low", "update.clip_high", num_values=2
+    ),
+    maps("actor.dual_clip dual_clip", finite, None, "update.dual_clip"),
     maps(
         "critic.value_clip value_clip",
-        float,
+        finite,
         0.5,
         "update.value_clip",
         note="the default was 0.2 until May 2025",
         when=lambda c: is_old(c, "critic.value_clip"),
     ),
-    maps("actor.entropy_coef entropy_loss_coef", float, None, "update.entropy_coef"),
+    maps("actor.entropy_coef entropy_loss_coef", finite, None, "update.entropy_coef"),
     maps("critic.freezing_steps freezing_actor_steps", int, -1, "update.critic_warmup_steps"),
     maps(
-        "algo.advantage.is_correction_enable enable_vllm_is_correction",
-        bool,
-        False,
+        "algo.advantage.is_correction_level",
+        str,
+        "off",
         "update.correction",
+        choices={"off": "none", "token": "tis", "seq": "sequence_mask"},
         note="OpenRLHF then takes gspo's ratio to the engine's log-probs; here gspo's loss is weighted as clip's",
-        when=lambda c: c["algo.advantage.is_correction_enable"] and c["actor.policy_loss_type"] == "gspo",
+        when=lambda c: is_corrected(c) and c["actor.policy_loss_type"] == "gspo",
     ),
-    maps("algo.advantage.is_correction_type vllm_is_correction_type", str, "tis", "update.correction"),
+    maps(
+        "algo.advantage.is_correction_mode",
+        str,
+        "mask",
+        "update.correction",
+        choices={"mask": "icepop", "clip": "tis"},
+    ),
+    maps(
+        "algo.advantage.is_correction_gating",
+        str,
+        "ratio",
+        "update.correction",
+        choices={"ratio": "icepop"},
+    ),
+    maps("algo.advantage.is_correction_enable enable_vllm_is_correction", bool, False, "update.correction"),
+    maps(
+        "algo.advantage.is_correction_type vllm_is_correction_type",
+        str,
+        "tis",
+        "update.correction",
+        choices={"tis": "tis", "icepop": "icepop", "seq-mask-tis": "sequence_mask"},
+    ),
     maps(
         "algo.advantage.is_correction_threshold vllm_is_truncated_threshold",
-        float,
+        finite,
         [0.5, 5.0],
         "update.correction_low",
         "update.correction_high",
         num_values=None,
     ),
-    maps("ds.zero_stage zero_stage", int, 2, "update.zero_stage", "memory.swap", choices={n: n for n in range(4)}),
+    maps(
+        "ds.zero_stage zero_stage",
+        int,
+        2,
+        "update.zero_stage",
+        "memory.swap",
+        choices={0: 1, 1: 1, 2: 2, 3: 3},
+        note="stage 0 keeps no float32 weights beside bfloat16; stage 1 gives the same result with less memory",
+        when=lambda c: c["ds.zero_stage"] == 0,
+    ),
     maps("ds.adam_offload adam_offload", bool, False, "update.actor.kind", "update.critic.kind"),
 )
 
@@ -183,16 +234,21 @@ OPTIMIZERS = tuple(
     argument
     for role, lr in (("actor", 1e-6), ("critic", 9e-6))
     for argument in (
-        lost(f"{role}.optim", str, "adam", MUON),
-        moot(f"{role}.muon.lr", float, MUON),
-        moot(f"{role}.muon.momentum", float, MUON),
-        moot(f"{role}.muon.ns_steps", int, MUON),
-        moot(f"{role}.muon.nesterov", bool, MUON),
-        moot(f"{role}.muon.no_nesterov", bool, MUON),
-        maps(f"{role}.adam.lr {role}_learning_rate", float, lr, f"update.{role}.lr"),
-        maps(f"{role}.adam.betas adam_betas", float, [0.9, 0.95], f"update.{role}.betas", num_values=2),
-        maps(f"{role}.adam.eps", float, 1e-8, f"update.{role}.eps"),
-        maps(f"{role}.adam.weight_decay l2", float, 0.0, f"update.{role}.weight_decay"),
+        lost(f"{role}.optim", str, "adam", MUON, choices=("adam", "muon")),
+        *(
+            lost(f"{role}.muon.{name}", parse, default, MUON)
+            for name, parse, default in (
+                ("lr", finite, 0.02),
+                ("momentum", finite, 0.95),
+                ("ns_steps", int, 5),
+                ("no_nesterov", bool, False),
+            )
+        ),
+        moot(f"{role}.muon.nesterov", bool, "it is the default of Muon, which is missing here"),
+        maps(f"{role}.adam.lr {role}_learning_rate", finite, lr, f"update.{role}.lr"),
+        maps(f"{role}.adam.betas adam_betas", finite, [0.9, 0.95], f"update.{role}.betas", num_values=2),
+        maps(f"{role}.adam.eps", finite, 1e-8, f"update.{role}.eps"),
+        maps(f"{role}.adam.weight_decay l2", finite, 0.0, f"update.{role}.weight_decay"),
         maps(
             f"{role}.lr_scheduler lr_scheduler",
             str,
@@ -201,23 +257,35 @@ OPTIMIZERS = tuple(
             f"update.{role}.min_lr_ratio",
             choices=SCHEDULES,
         ),
-        maps(f"{role}.lr_warmup_ratio lr_warmup_ratio", float, 0.03, f"update.{role}.warmup_steps"),
-        maps(f"{role}.min_lr_ratio", float, 0.1, f"update.{role}.min_lr_ratio"),
-        maps(f"{role}.max_norm max_norm", float, 1.0, f"update.{role}.max_grad_norm"),
+        maps(f"{role}.lr_warmup_ratio lr_warmup_ratio", finite, 0.03, f"update.{role}.warmup_steps"),
+        maps(f"{role}.min_lr_ratio", finite, 0.1, f"update.{role}.min_lr_ratio"),
+        maps(f"{role}.max_norm max_norm", finite, 1.0, f"update.{role}.max_grad_norm"),
     )
 )
 
 DEEPSPEED = (
-    moot("ds.deepcompile deepcompile", bool, "training is not compiled as a whole"),
-    moot("ds.zpg zpg", int, "ZeRO++'s shards within a node help with several nodes only"),
-    moot("ds.use_liger_kernel use_liger_kernel", bool, "models.fused_layers = auto takes Liger where it is installed"),
-    moot("ds.grad_accum_dtype grad_accum_dtype", str, "gradients accumulate in float32"),
-    moot("ds.overlap_comm overlap_comm", bool, "DeepSpeed's default applies"),
-    moot("disable_trace_cache", bool, "DeepSpeed's default applies"),
-    maps("ds.tensor_parallel_size ds_tensor_parallel_size", int, 1, "update.tensor_parallel_size"),
+    missing("ds.deepcompile deepcompile", bool, False, "training is not compiled as a whole"),
+    missing("ds.zpg zpg", int, 1, "ZeRO++'s shards within a node are missing; they are faster with several nodes"),
+    maps(
+        "ds.use_liger_kernel use_liger_kernel",
+        bool,
+        False,
+        "models.fused_layers",
+        choices={False: "auto", True: "liger"},
+    ),
+    lost(
+        "ds.grad_accum_dtype grad_accum_dtype",
+        str,
+        None,
+        "gradients accumulate in float32",
+        when=lambda c: c["ds.grad_accum_dtype"] not in (None, "fp32"),
+    ),
+    missing("ds.overlap_comm overlap_comm", bool, False, "DeepSpeed's default applies: on with ZeRO 3, else off"),
+    missing("disable_trace_cache", bool, False, "DeepSpeed's default applies"),
+    maps("ds.tensor_parallel_size ds_tensor_parallel_size", count, 1, "update.tensor_parallel_size"),
     maps(
         "ds.ring_attn_size ring_attn_size",
-        int,
+        count,
         1,
         "update.sequence_parallel_size",
         "update.micro_batch_tokens",
@@ -231,4 +299,5 @@ PROGRAM = Program(
     names=("openrlhf.cli.train_ppo_ray", "train_ppo_ray.py"),
     arguments=PLACEMENT + MODELS + DATA + SAMPLING + OUTPUT + REWARD + ADVANTAGE + UPDATE + OPTIMIZERS + DEEPSPEED,
     rules=RULES,
+    num_gpus=num_gpus,
 )

@@ -5,8 +5,11 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from hybrid_rl.config import RunConfig
+from hybrid_rl.config import RunConfig, check
 from launch.translate.program import KEEP_DEFAULT, Command
+
+GPUS_PER_NODE = 8
+"""GPUs of a node where those of separate groups are added up."""
 
 
 def _response_tokens(c: Command) -> int:
@@ -61,6 +64,23 @@ def is_old(c: Command, name: str) -> bool:
     return name not in c.given and bool(c.given) and not any("." in spelling for spelling in c.given.values())
 
 
+def num_gpus(c: Command) -> tuple[int, int] | None:
+    """Return GPUs per node and nodes for as many GPUs as OpenRLHF's models and engines have together."""
+    if not any(name.endswith((".num_nodes", ".num_gpus_per_node")) or name == "vllm.num_engines" for name in c.given):
+        return None
+    roles = ("actor", "ref", "critic", "reward")
+    of_role = {role: (c[f"{role}.num_nodes"] or 1) * (c[f"{role}.num_gpus_per_node"] or 8) for role in roles}
+    total = of_role["actor"]
+    if not is_colocated(c):
+        has_critic, has_reward = estimator(c) == "gae", not c["reward.remote_url"]
+        total += (c["vllm.num_engines"] or 0) * c["vllm.tensor_parallel_size"]
+        total += of_role["ref"] if has_kl(c) and not c["train.colocate_actor_ref"] else 0
+        total += of_role["critic"] if has_critic else 0
+        total += of_role["reward"] if has_reward and not (has_critic and c["train.colocate_critic_reward"]) else 0
+    nodes = math.ceil(total / GPUS_PER_NODE)
+    return math.ceil(total / nodes), nodes
+
+
 def _swap(c: Command) -> str:
     all_stay = is_colocated(c) and not (c["ds.enable_sleep"] or c["vllm.enable_sleep"])
     return "off" if all_stay or c["ds.zero_stage"] == 0 else "auto"
@@ -84,14 +104,31 @@ def _clip(c: Command, side: int) -> float:
     return c["actor.eps_clip"] if c["actor.eps_clip_low_high"] is None else c["actor.eps_clip_low_high"][side]
 
 
+def _aggregation(c: Command) -> str:
+    by_sequence = c["actor.policy_loss_type"] == "gspo" or c["actor.loss_agg_mode"] == "seq-mean-token-mean"
+    return "sequence_mean" if by_sequence else "token_mean"
+
+
+def is_corrected(c: Command) -> bool:
+    """Return whether log-probs of engine and trainer are corrected, by the arguments of 0.11.2 or earlier ones."""
+    return c["algo.advantage.is_correction_enable"] or c["algo.advantage.is_correction_level"] != "off"
+
+
 def _correction(c: Command) -> str:
     kinds = {"tis": "tis", "icepop": "icepop", "seq-mask-tis": "sequence_mask"}
-    return kinds[c["algo.advantage.is_correction_type"]] if c["algo.advantage.is_correction_enable"] else "none"
+    match c["algo.advantage.is_correction_level"]:
+        case "token":
+            return "tis" if c["algo.advantage.is_correction_mode"] == "clip" else "icepop"
+        case "seq":
+            mode = c["algo.advantage.is_correction_mode"]
+            check(mode == "mask", f"--algo.advantage.is_correction_mode {mode}: OpenRLHF only masks whole sequences")
+            return "sequence_mask"
+    return kinds[c["algo.advantage.is_correction_type"]] if is_corrected(c) else "none"
 
 
 def _threshold(c: Command, side: int) -> Any:
     bounds = c["algo.advantage.is_correction_threshold"]
-    if not c["algo.advantage.is_correction_enable"]:
+    if not is_corrected(c):
         return KEEP_DEFAULT
     return ([0.0, *bounds] if len(bounds) == 1 else bounds)[side]
 
@@ -140,10 +177,11 @@ RULES: Mapping[str, Callable[[Command], Any]] = {
     "reward.normalize": lambda c: c["reward.normalize_enable"] and not c["reward.remote_url"],
     "reward.overlong_buffer": lambda c: int(c["reward.overlong_buffer_len"] or 0),
     "advantage.kl_estimator": lambda c: "k3" if c["use_kl_estimator_k3"] else c["algo.kl.estimator"],
+    "advantage.kl_unbiased": lambda c: c["algo.kl.unbiased_gradient"] and c["algo.kl.use_loss"],
     "update.micro_batch_tokens": _micro_batch_tokens,
     "update.clip_low": lambda c: _clip(c, 0),
     "update.clip_high": lambda c: _clip(c, 1),
-    "update.aggregation": lambda c: "sequence_mean" if c["actor.policy_loss_type"] == "gspo" else "token_mean",
+    "update.aggregation": _aggregation,
     "update.correction": _correction,
     "update.correction_low": lambda c: _threshold(c, 0),
     "update.correction_high": lambda c: _threshold(c, 1),

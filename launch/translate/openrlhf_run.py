@@ -1,30 +1,41 @@
 """OpenRLHF's arguments of placement, models, data, sampling and output."""
 
 from launch.translate.openrlhf_rules import estimator, is_colocated, is_function
-from launch.translate.program import fixed, lost, maps, moot
+from launch.translate.program import fixed, lost, maps, missing, moot, refused
+from launch.translate.reading import count, finite
 
 ONE_POOL = "every GPU holds a shard of every model, one process per visible GPU; CUDA_VISIBLE_DEVICES selects them"
 ALL_ENGINES = "every GPU has an engine, or a shard of one over rollout.tensor_parallel_size GPUs"
 TOKENS = "forwards are packed by update.micro_batch_tokens, and the result does not depend on it"
-OFTEN = "metrics.jsonl always has a row per step"
+NO_TRACKER = "there is no Weights & Biases; metrics.jsonl and tensorboard/ in the run's folder have all metrics"
+NO_AGENTS = "agent scripts are missing here; an episode is one prompt and one response, scored by --reward.remote_url"
+FLASH_ATTENTION_2 = ("flash_attention_2", "kernels-community/flash-attn2")
+FLASH_ATTENTION_3 = (
+    "flash_attention_3",
+    "kernels-community/flash-attn3",
+    "kernels-community/vllm-flash-attn3",
+)
 NO_IMAGES = "models read text only"
 FROZEN = "memory.swap moves frozen models to the host between their phases"
-SYNCHRONOUS = "every step trains on responses of the current weights"
+SYNCHRONOUS = (
+    "the run is colocated: rollout and training take turns on the same GPUs, and every step trains on responses of the "
+    "current weights"
+)
 
 PLACEMENT = (
-    moot("ref.num_nodes ref_num_nodes", int, ONE_POOL),
-    moot("ref.num_gpus_per_node ref_num_gpus_per_node", int, ONE_POOL),
-    moot("reward.num_nodes reward_num_nodes", int, ONE_POOL),
-    moot("reward.num_gpus_per_node reward_num_gpus_per_node", int, ONE_POOL),
-    moot("actor.num_nodes actor_num_nodes", int, ONE_POOL),
-    moot("actor.num_gpus_per_node actor_num_gpus_per_node", int, ONE_POOL),
-    moot("critic.num_nodes critic_num_nodes", int, ONE_POOL),
-    moot("critic.num_gpus_per_node critic_num_gpus_per_node", int, ONE_POOL),
+    moot("ref.num_nodes ref_num_nodes", count, ONE_POOL),
+    moot("ref.num_gpus_per_node ref_num_gpus_per_node", count, ONE_POOL),
+    moot("reward.num_nodes reward_num_nodes", count, ONE_POOL),
+    moot("reward.num_gpus_per_node reward_num_gpus_per_node", count, ONE_POOL),
+    moot("actor.num_nodes actor_num_nodes", count, ONE_POOL),
+    moot("actor.num_gpus_per_node actor_num_gpus_per_node", count, ONE_POOL),
+    moot("critic.num_nodes critic_num_nodes", count, ONE_POOL),
+    moot("critic.num_gpus_per_node critic_num_gpus_per_node", count, ONE_POOL),
     moot("train.colocate_actor_ref colocate_actor_ref", bool, "all models are always colocated"),
     moot("train.colocate_critic_reward colocate_critic_reward", bool, "all models are always colocated"),
     maps("train.colocate_all colocate_all_models", bool, False, "memory.swap"),
     moot("vllm.num_engines vllm_num_engines", int, ALL_ENGINES),
-    maps("vllm.tensor_parallel_size vllm_tensor_parallel_size", int, 1, "rollout.tensor_parallel_size"),
+    maps("vllm.tensor_parallel_size vllm_tensor_parallel_size", count, 1, "rollout.tensor_parallel_size"),
     moot("vllm.sync_backend vllm_sync_backend", str, "weights reach the engine through one shared buffer (CUDA IPC)"),
     moot(
         "vllm.sync_with_ray vllm_sync_with_ray", bool, "weights reach the engine through one shared buffer (CUDA IPC)"
@@ -41,7 +52,7 @@ PLACEMENT = (
     ),
     maps(
         "vllm.gpu_memory_utilization vllm_gpu_memory_utilization",
-        float,
+        finite,
         0.95,
         "rollout.gpu_memory_utilization",
         "rollout.kv_cache_memory_bytes",
@@ -53,7 +64,13 @@ PLACEMENT = (
     lost("train.async_enable async_train", bool, False, SYNCHRONOUS),
     moot("train.async_queue_size async_queue_size", int, SYNCHRONOUS),
     lost("train.partial_rollout_enable partial_rollout", bool, False, SYNCHRONOUS),
-    moot("rollout.vllm_generate_batch_size vllm_generate_batch_size", int, "the engine gets a step's prompts at once"),
+    lost(
+        "rollout.vllm_generate_batch_size vllm_generate_batch_size",
+        count,
+        None,
+        "the engine gets a step's prompts at once, and no more than these",
+        when=lambda c: c["rollout.vllm_generate_batch_size"] not in (None, c["rollout.batch_size"]),
+    ),
     moot("local_rank", int, "the launcher sets ranks"),
     moot("perf", bool, "timeline.json and metrics.jsonl always time every phase"),
 )
@@ -78,7 +95,7 @@ MODELS = (
         "reward.remote_urls",
         "run.eval_function",
         note="OpenRLHF's reward_func(queries, prompts, labels) scores a batch of whole texts; here the function is "
-        "called as f(prompt, response) -> float, so that an adapter must read prompt.text and prompt.answer",
+        "called as f(prompt, response) -> finite, so that an adapter must read prompt.text and prompt.answer",
         when=is_function,
     ),
     maps("critic.model_name_or_path critic_pretrain", str, None, "models.critic"),
@@ -87,7 +104,12 @@ MODELS = (
         "OpenRLHF starts at random, N(0, 1/(hidden+1)^2), if the critic comes from the actor; here it starts at 0",
         when=lambda c: estimator(c) == "gae" and not c["critic.model_name_or_path"] and bool(c["reward.remote_url"]),
     ),
-    moot("ds.value_head_prefix value_head_prefix", str, "the head of a sequence classifier needs no name"),
+    lost(
+        "ds.value_head_prefix value_head_prefix",
+        str,
+        "score",
+        "the head of a reward model or critic must be called score; rename its weights",
+    ),
     moot("ref.offload ref_reward_offload", bool, FROZEN),
     moot("reward.offload ref_reward_offload", bool, FROZEN),
     maps("actor.gradient_checkpointing_enable gradient_checkpointing", bool, False, "models.gradient_checkpointing"),
@@ -101,25 +123,36 @@ MODELS = (
         str,
         "flash_attention_2",
         "models.attention",
-        choices={"flash_attention_2": "auto", "sdpa": "sdpa", "eager": "eager"},
+        choices=dict.fromkeys(FLASH_ATTENTION_2 + FLASH_ATTENTION_3, "auto") | {"sdpa": "sdpa", "eager": "eager"},
+        note="FlashAttention 3 is missing here; auto takes flash-attn 2 where it is installed, else torch's varlen "
+        "kernel",
+        when=lambda c: c["ds.attn_implementation"] in FLASH_ATTENTION_3,
     ),
     moot("flash_attn", bool, "models.attention = auto takes flash-attn where it is installed"),
     moot("bf16", bool, "models.dtype = auto is bfloat16 on a GPU"),
-    maps("ds.param_dtype param_dtype", str, "bf16", "models.dtype", choices={"bf16": "auto"}),
+    maps(
+        "ds.param_dtype param_dtype",
+        str,
+        "bf16",
+        "models.dtype",
+        choices={"bf16": "auto", "fp16": "auto"},
+        note="float16 and its loss scale become bfloat16",
+        when=lambda c: c["ds.param_dtype"] == "fp16",
+    ),
     lost("ds.load_in_4bit load_in_4bit", bool, False, "weights are never quantised"),
     maps("ds.lora.rank lora_rank", int, 0, "models.lora.rank"),
     maps("ds.lora.alpha lora_alpha", int, 16, "models.lora.alpha"),
     maps("ds.lora.target_modules target_modules", str, ["all-linear"], "models.lora.target_modules", num_values=None),
-    lost("ds.lora.dropout lora_dropout", float, 0, "adapters have no dropout"),
+    lost("ds.lora.dropout lora_dropout", finite, 0, "adapters have no dropout"),
     maps("train.enable_ema enable_ema", bool, False, "models.ema_decay"),
-    maps("train.ema_beta ema_beta", float, 0.992, "models.ema_decay"),
+    maps("train.ema_beta ema_beta", finite, 0.992, "models.ema_decay"),
     lost("ds.experts_implementation", str, None, "no mixture of experts"),
-    lost("actor.aux_loss_coef aux_loss_coef", float, 0, "no mixture of experts, so no balancing loss"),
-    lost("train.agent_func_path agent_func_path", str, None, "an episode is one prompt and one response"),
-    lost("data.max_images_per_prompt max_images_per_prompt", int, 0, NO_IMAGES),
+    lost("actor.aux_loss_coef aux_loss_coef", finite, 0, "no mixture of experts, so no balancing loss"),
+    refused("train.agent_func_path agent_func_path", str, None, NO_AGENTS),
+    refused("data.max_images_per_prompt max_images_per_prompt", int, 0, NO_IMAGES),
     moot("data.image_key image_key", str, NO_IMAGES),
     moot("actor.freeze_visual_encoder freeze_visual_encoder", bool, NO_IMAGES),
-    moot("use_ms", bool, "models and data are folders and files; download them first"),
+    lost("use_ms", bool, False, "ModelScope is missing here; download models and data first"),
 )
 
 DATA = (
@@ -132,8 +165,8 @@ DATA = (
     ),
     lost("data.prompt_probs prompt_data_probs", str, None, "there is one data set; mix its rows beforehand"),
     lost("data.prompt_split prompt_split", str, "train", "give the split's own file"),
-    maps("data.max_samples max_samples", int, 10**8, "run.num_steps"),
-    maps("train.num_episodes num_episodes", int, 1, "run.num_steps"),
+    maps("data.max_samples max_samples", count, 10**8, "run.num_steps"),
+    maps("train.num_episodes num_episodes", count, 1, "run.num_steps"),
     fixed(
         "run length",
         "OpenRLHF runs num_episodes passes over the data; run.num_steps counts steps, so set it to num_episodes x "
@@ -178,7 +211,7 @@ DATA = (
     ),
     lost(
         "eval.temperature eval_temperature",
-        float,
+        finite,
         0.6,
         "one sample is greedy, several are drawn at rollout.temperature",
         when=lambda c: c["eval.dataset"] is not None,
@@ -186,14 +219,14 @@ DATA = (
     lost("pretrain_data", str, None, "OpenRLHF had this loss until early 2025; here ptx.path is one file of texts"),
     moot("pretrain_data_probs", str, "there is one data set"),
     moot("pretrain_split", str, "give the split's own file"),
-    moot("ptx_coef", float, "OpenRLHF read it with --pretrain_data only; here it is ptx.coef"),
+    moot("ptx_coef", finite, "OpenRLHF read it with --pretrain_data only; here it is ptx.coef"),
 )
 
 SAMPLING = (
-    maps("rollout.batch_size rollout_batch_size", int, 1024, "rollout.rollout_batch_size"),
-    maps("rollout.n_samples_per_prompt n_samples_per_prompt", int, 1, "rollout.group_size"),
-    maps("rollout.temperature temperature", float, 1.0, "rollout.temperature"),
-    lost("rollout.top_p top_p", float, 1.0, "all tokens may be sampled, as log-probs assume"),
+    maps("rollout.batch_size rollout_batch_size", count, 1024, "rollout.rollout_batch_size"),
+    maps("rollout.n_samples_per_prompt n_samples_per_prompt", count, 1, "rollout.group_size"),
+    maps("rollout.temperature temperature", finite, 1.0, "rollout.temperature"),
+    lost("rollout.top_p top_p", finite, 1.0, "all tokens may be sampled, as log-probs assume"),
     maps(
         "algo.dynamic_filtering_enable dynamic_filtering",
         bool,
@@ -204,7 +237,7 @@ SAMPLING = (
     ),
     maps(
         "algo.dynamic_filtering_range dynamic_filtering_reward_range",
-        float,
+        finite,
         [0.0, 1.0],
         "rollout.dynamic_filtering_reward_range",
         num_values=2,
@@ -212,28 +245,42 @@ SAMPLING = (
     moot("rollout.micro_batch_size micro_rollout_batch_size", int, TOKENS),
     moot("rollout.max_tokens_per_gpu rollout_max_tokens_per_gpu", int, TOKENS),
     maps("train.seed seed", int, 42, "run.seed", note="the same seed draws other samples than in OpenRLHF"),
-    moot("train.full_determinism_enable full_determinism", bool, "rollout.seed_per_request fixes each sample already"),
+    maps("train.full_determinism_enable full_determinism", bool, False, "run.deterministic"),
 )
 
 OUTPUT = (
     maps("ckpt.output_dir save_path", str, "./ckpt", "run.dir", "run.name"),
-    moot("ckpt.path ckpt_path", str, "checkpoints lie in <run.dir>/<run.name>/checkpoints"),
+    missing("ckpt.path ckpt_path", str, None, "checkpoints lie in <run.dir>/<run.name>/checkpoints"),
     maps("ckpt.save_steps save_steps", int, -1, "checkpoint.every_steps"),
     maps("ckpt.disable_ds disable_ds_ckpt", bool, False, "checkpoint.every_steps"),
     maps("ckpt.max_num max_ckpt_num", int, 3, "checkpoint.keep_last"),
-    moot("ckpt.max_mem max_ckpt_mem", float, "checkpoint.keep_last counts checkpoints, not bytes"),
-    moot("ckpt.save_hf save_hf_ckpt", bool, "export/ always holds the final actor as a Hugging Face folder"),
+    missing("ckpt.max_mem max_ckpt_mem", str, None, "checkpoint.keep_last counts checkpoints, not bytes"),
+    missing(
+        "ckpt.save_hf save_hf_ckpt",
+        bool,
+        False,
+        "export/ always holds the final actor as a Hugging Face folder, and checkpoint.keep_best exports the best one; "
+        "other checkpoints have none",
+    ),
     maps("ckpt.load_enable load_checkpoint", bool, False, "run.resume", choices={False: "never", True: "auto"}),
     maps("ckpt.best_metric_key best_metric_key", str, "", "checkpoint.keep_best"),
-    moot("ds.use_universal_ckpt use_ds_universal_ckpt", bool, "checkpoints have one format"),
-    lost(
-        "critic.save_value_network save_value_network", bool, False, "the critic stays in checkpoints, not in export/"
+    moot("ds.use_universal_ckpt use_ds_universal_ckpt", bool, "a checkpoint loads on any number of ranks"),
+    missing(
+        "critic.save_value_network save_value_network",
+        bool,
+        False,
+        "the critic stays in checkpoints, not in export/",
     ),
-    moot("logger.logging_steps logging_steps", int, OFTEN),
-    moot("logger.tensorboard_dir use_tensorboard", str, "tensorboard/ is always in the run's folder"),
-    moot("logger.wandb.key use_wandb", str, OFTEN),
-    moot("logger.wandb.org wandb_org", str, OFTEN),
-    moot("logger.wandb.group wandb_group", str, OFTEN),
-    moot("logger.wandb.project wandb_project", str, OFTEN),
-    moot("logger.wandb.run_name wandb_run_name", str, "run.name names the run's folder"),
+    moot("logger.logging_steps logging_steps", int, "metrics.jsonl always has a row per step"),
+    missing("logger.tensorboard_dir use_tensorboard", str, None, "tensorboard/ is always in the run's folder"),
+    *(
+        missing(names, str, None, NO_TRACKER)
+        for names in (
+            "logger.wandb.key use_wandb",
+            "logger.wandb.org wandb_org",
+            "logger.wandb.group wandb_group",
+            "logger.wandb.project wandb_project",
+            "logger.wandb.run_name wandb_run_name",
+        )
+    ),
 )

@@ -5,8 +5,8 @@ translation; an unknown argument is an error. In names, `fields` and `settings` 
 other system's.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 KEEP_DEFAULT: Any = object()
@@ -90,11 +90,17 @@ def lost(
     default: Any,
     note: str,
     *,
+    choices: Sequence[Any] | None = None,
     num_values: int | None = 1,
     when: Callable[[Command], bool] | None = None,
 ) -> Argument:
-    """Return an argument without a counterpart that changes the results; its note appears unless it has its default."""
-    return _without_counterpart("lost", names, parse, default, note, num_values, when)
+    """Return an argument without a counterpart that changes the results; its note appears unless it has its default.
+
+    Args:
+        choices: values that the other system knows; None is any.
+    """
+    argument = _without_counterpart("lost", names, parse, default, note, num_values, when)
+    return replace(argument, choices={choice: choice for choice in choices}) if choices else argument
 
 
 def missing(

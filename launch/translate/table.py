@@ -7,7 +7,14 @@ from launch.translate.reading import read_arguments
 from launch.translate.systems import SYSTEMS
 
 HEADER = "| Argument | Default | Setting here | What differs |\n|---|---|---|---|\n"
-PREFIX = {"maps": "", "fixed": "", "lost": "Not carried over: ", "moot": "No meaning here: "}
+PREFIX = {
+    "maps": "",
+    "fixed": "",
+    "lost": "Not carried over: ",
+    "missing": "Missing, without an effect on results: ",
+    "moot": "No meaning here: ",
+    "refused": "Another value ends the translation: ",
+}
 
 
 def table(program: Program) -> str:
@@ -17,7 +24,7 @@ def table(program: Program) -> str:
 
 def _cells(program: Program, argument: Argument) -> Iterator[str]:
     is_fact = argument.effect == "fixed"
-    yield argument.names[0] if is_fact else ", ".join(f"`--{name}`" for name in argument.names)
+    yield argument.names[0] if is_fact else ", ".join(f"`{program.dashes}{name}`" for name in argument.names)
     yield "" if is_fact or argument.effect == "moot" else _default(argument)
     fields = ", ".join(f"`{field}`{_value(program, field) if is_fact else ''}" for field in argument.fields)
     yield fields + _choices(argument)
@@ -26,7 +33,7 @@ def _cells(program: Program, argument: Argument) -> Iterator[str]:
 
 def _default(argument: Argument) -> str:
     if argument.num_values == 0:
-        return "off"
+        return "on" if argument.default else "off"
     if argument.default in (None, "", []):
         return "none"
     values = argument.default if isinstance(argument.default, list) else [argument.default]

@@ -350,7 +350,6 @@ def test_comments_group_differences_under_the_given_spelling() -> None:
     lost = remote.partition("# Not carried over, and it changes the run:\n")[2].partition("\n#\n")[0]
     assert re.findall(r"^# - (--[\w.]+)", lost, re.MULTILINE) == [
         "--eval.temperature",
-        "--critic.save_value_network",
         "--reward.stop_properly_penalty_coef",
     ]
 
