@@ -87,11 +87,36 @@ class PromptsConfig:
     """Where prompts come from, and how a row becomes token ids."""
 
     path: str = ""
-    """JSONL, CSV or Parquet file, folder of a Hugging Face dataset, or `reasoning_gym:<task>`."""
+    """Data set: a JSONL, JSON, CSV or Parquet file, a folder written by `datasets`, the URL of such a file,
+    `name[:config][@revision]` of a data set on the hub, or `reasoning_gym:<task>`."""
     eval_path: str | None = None
     """Held-out prompts in one of the same forms; null disables evaluation."""
+    split: str | None = None
+    """Split of a folder or of a data set on the hub; null takes `train`, or the only one. The hub also takes a part,
+    such as `train[:1000]`."""
+    eval_split: str | None = None
+    """Split of `eval_path`; null takes `test` or `validation`, or the only one."""
+    max_samples: int | None = None
+    """Maximum number of training prompts, taken from the start of `path`; null takes all."""
+    format: Literal[
+        "auto",
+        "plain",
+        "verl",
+        "preference",
+        "trl",
+        "open_instruct",
+        "gsm8k",
+        "math",
+        "openrlhf",
+        "openrlhf_chat",
+        "sharegpt",
+    ] = "auto"
+    """Format of the rows: `plain` has the two columns below, the others those of the trainer or data set of that name,
+    see the page on data. auto takes plain where the two columns exist, and otherwise recognises the format by the
+    columns of the first row."""
     prompt_column: str = "prompt"
-    """Column of the prompt: text, or a list of chat messages with `role` and `content`."""
+    """Column of the prompt: text, or a list of chat messages with `role` and `content`. A name such as `a.b` leads
+    into the dictionary of column `a`."""
     answer_column: str | None = "answer"
     """Column of the answer, which rule functions compare with; null if the data has none."""
     system_message: str | None = None
@@ -174,19 +199,28 @@ class RewardConfig:
     """URLs of HTTP reward services. A batch is spread over them; a part that fails goes to the next service."""
     remote_weight: float = 1.0
     """Factor of the remote score."""
+    remote_headers: dict = field(default_factory=dict)
+    """Headers of the requests, such as {Authorization: Bearer $REWARD_TOKEN}; every value names environment variables,
+    whose values are neither written nor shown."""
     remote_timeout_s: float = 60.0
-    """Seconds that a request may take to connect, and between two parts of the answer."""
+    """Seconds that a request may take, to the last byte of its answer, which may have 16 MiB."""
     remote_retries: int = 3
     """Further attempts of a failed request, each at the next service, after pauses that grow. A request that a service
-    refuses (status 4xx except 408, 425 and 429) or redirects is not sent again."""
+    refuses (status 4xx except 408, 425 and 429) or redirects is not sent again. All attempts together may take `run.stall_timeout_s`."""
     timeout_s: float = 10.0
     """Seconds that all rule functions together may take for a response; a scorer process that exceeds them is
     killed."""
     on_error: Literal["raise", "zero"] = "raise"
-    """Handling of a rule function that fails or exceeds its time, in training and evaluation: exit with an error, or
-    count the failure and give score 0, which counts like any other score, also in the mean of its group."""
+    """Handling of a rule function that fails or exceeds its time or memory, in training and evaluation: exit with an
+    error, or count the failure and give score 0, which counts like any other score, also in the mean of its group."""
     num_workers: int = 1
     """Scorer processes per rank."""
+    memory_limit_bytes: int | None = None
+    """Resident memory in bytes of a scorer process and all processes that it starts, above which they are killed; a
+    page that several of them share counts for each. null sets no limit."""
+    environment_variables: list[str] = field(default_factory=list)
+    """Environment variables that scorer processes get besides paths, language and numbers of threads; they see GPUs
+    only with CUDA_VISIBLE_DEVICES here."""
     truncation_penalty: float = 0.0
     """Amount subtracted from the reward of a truncated response."""
     overlong_buffer: int = 0

@@ -101,6 +101,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "run.eval_function",
             "run.eval_samples",
             "prompts.eval_path",
+            "prompts.eval_split",
             "prompts.max_eval_samples",
         ),
         # Models
@@ -136,6 +137,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         **_by_content(
             "the hash of the prompts must be the run's",
             "prompts.path",
+            "prompts.split",
+            "prompts.max_samples",
             "prompts.num_generated",
             "prompts.task_options",
             "prompts.max_prompt_tokens",
@@ -143,6 +146,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         **_warns(
             "prompts read otherwise; the hash of the prompts must be the run's",
+            "prompts.format",
             "prompts.prompt_column",
             "prompts.answer_column",
             "prompts.system_message",
@@ -200,6 +204,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "reward.timeout_s",
             "reward.on_error",
             "reward.num_workers",
+            "reward.memory_limit_bytes",
+        ),
+        **_may_change(
+            "it says what services and scorer processes are given",
+            "reward.remote_headers",
+            "reward.environment_variables",
         ),
         **_refused("the checkpoint holds the running mean of rewards, or has none", "reward.normalize"),
         # Training
@@ -268,5 +278,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 )
 """Dotted name of every setting -> its rule."""
 
-EVALUATION = frozenset({"run.eval_function", "run.eval_samples", "prompts.eval_path", "prompts.max_eval_samples"})
+EVALUATION = frozenset(
+    {"run.eval_function", "run.eval_samples", "prompts.eval_path", "prompts.eval_split", "prompts.max_eval_samples"}
+)
 """Settings without which two accuracies do not compare."""

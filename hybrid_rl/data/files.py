@@ -4,7 +4,7 @@ import csv
 import io
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,14 @@ DAMAGED = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportEr
 """What pyarrow and datasets raise for files that are damaged or of a type that they do not read."""
 
 
-def read_rows(path: Path, *, source: str, text_column: str, splits: Sequence[str] = TRAINING_SPLITS) -> list[Row]:
+def read_rows(
+    path: Path,
+    *,
+    source: str,
+    text_column: str,
+    split: str | None = None,
+    splits: Sequence[str] = TRAINING_SPLITS,
+) -> list[Row]:
     """Return the rows of a JSON, CSV or Parquet file, or of a folder written by datasets' save_to_disk.
 
     A JSON file has one object per line, or is one array of objects.
@@ -31,22 +38,25 @@ def read_rows(path: Path, *, source: str, text_column: str, splits: Sequence[str
     Args:
         source: setting and file, for messages.
         text_column: column of a CSV file that may hold chat messages as JSON, which are returned as a list.
+        split: the split of a folder to read; None chooses one by `splits`.
         splits: of a folder with several splits, the one that has one of these names is read.
     Raises:
-        ConfigError: the file is missing, has another format or is broken; or a folder has several splits, and not
-            exactly one of the given names. The message names the row or line where there is one.
+        ConfigError: the file is missing, has another format or is broken, or is asked for a split; or a folder has no
+            such split, or several and not exactly one of the given names. The message names the row or line where
+            there is one.
     """
     check(path.exists(), f"{source}: no such file or folder")
     try:
         if path.is_dir():
-            return _read_folder(path, splits, source)
+            return _read_folder(path, split, splits, source)
+        check(split is None, f"{source}: is one file, which has no split '{split}': remove the split")
         match path.suffix:
             case ".jsonl" | ".json":
                 return read_json_rows(path, text_column=text_column, source=source)
             case ".csv":
                 return _read_csv(path, text_column, source)
             case ".parquet":
-                return _to_rows(pyarrow.parquet.ParquetFile(path).read(), source)
+                return to_rows(pyarrow.parquet.ParquetFile(path).read(), source)
     except ConfigError:
         raise
     except DAMAGED as error:
@@ -82,7 +92,7 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
 
 
-def _read_folder(path: Path, splits: Sequence[str], source: str) -> list[Row]:
+def _read_folder(path: Path, split: str | None, splits: Sequence[str], source: str) -> list[Row]:
     import datasets  # slow to import, and only this format needs it
 
     try:
@@ -90,18 +100,41 @@ def _read_folder(path: Path, splits: Sequence[str], source: str) -> list[Row]:
     except FileNotFoundError as error:
         raise ConfigError(f"{source}: is not a folder written by datasets' save_to_disk") from error
     if isinstance(data, datasets.DatasetDict):
-        names = list(data) if len(data) == 1 else [name for name in splits if name in data]
-        check(
-            len(names) == 1,
-            f"{source}: has the splits {', '.join(data)}, of which exactly one must be named {' or '.join(splits)}: "
-            "give the folder of one split",
-        )
-        data = data[names[0]]
-    return _to_rows(data.with_format("arrow")[:], source)
+        data = choose_split(data, split, splits, source=source)
+    else:
+        check(split is None, f"{source}: is one data set, which has no split '{split}': remove the split")
+    return to_rows(data.with_format("arrow")[:], source)
 
 
-def _to_rows(table: pyarrow.Table, source: str) -> list[Row]:
-    """Return the rows of a table; a value that cannot be read is named with its row."""
+def choose_split(data: Mapping[str, Any], split: str | None, splits: Sequence[str], *, source: str) -> Any:
+    """Return one of the splits of a data set.
+
+    Args:
+        data: name of a split -> its rows.
+        split: name of the split; None takes the only one, or the one whose name is in `splits`.
+        splits: names, of which the data set must have exactly one where it has several splits and none is given.
+        source: setting and data set, for messages.
+
+    Raises:
+        ConfigError: there is no such split, or several that could be meant.
+    """
+    names = [name for name in ([split] if split else splits) if name in data]
+    names = list(data) if not split and len(data) == 1 else names
+    wanted = split or " or ".join(splits)
+    check(
+        len(names) == 1,
+        f"{source}: has the splits {', '.join(data)}, of which exactly one must be named {wanted}: set prompts.split "
+        "or prompts.eval_split, or give the folder of one split",
+    )
+    return data[names[0]]
+
+
+def to_rows(table: pyarrow.Table, source: str) -> list[Row]:
+    """Return the rows of a table.
+
+    Raises:
+        ConfigError: a value cannot be read; the message names its row.
+    """
     _check_unique(table.column_names, source)
     try:
         return table.to_pylist()

@@ -3,7 +3,7 @@
 Each format is one function of a row. What a row lacks, or holds in another type, is named with its column.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ ROLES = {
     "function": "tool",
 }
 """Speaker of a ShareGPT turn -> role of a chat message."""
+SOURCE = "data_source"
+"""Column with the name of the data set that a row comes from."""
 FINAL = "####"
 """Mark before the result of a solution in GSM8K."""
 HEADER = "\n\nAssistant:"
@@ -55,6 +57,43 @@ class Format:
     """Whether every row must have an answer."""
     used: tuple[str, ...] = ()
     """Further columns that `read` uses where a row has them."""
+
+
+def format_of(rows: Sequence[Row], name: str, *, prompt_column: str, answer_column: str | None) -> str:
+    """Return the name of the format of rows: the given one, or for `auto` what `recognise` finds in the first row."""
+    if name != "auto" or not rows:
+        return name if rows else "plain"
+    return recognise(rows[0], prompt_column=prompt_column, answer_column=answer_column)
+
+
+def standardise(
+    rows: Sequence[Row], name: str, *, prompt_column: str, answer_column: str | None, source: str
+) -> list[Row]:
+    """Return rows with the prompt and the answer in these columns, and with the name of their data set in SOURCE.
+
+    The other columns stay.
+
+    Args:
+        rows: rows of one format.
+        name: the format.
+        prompt_column, answer_column: columns, whose names may lead into dictionaries in the plain format.
+        source: setting and data set, for messages.
+
+    Raises:
+        ConfigError: a row lacks a column of its format, or holds another type; the message has its number.
+    """
+    if name == "plain":
+        dotted = [column for column in (prompt_column, answer_column) if column and "." in column]
+        return [row | {column: lookup(row, column) for column in dotted if has_column(row, column)} for row in rows]
+    found = []
+    for number, row in enumerate(rows):
+        try:
+            example = FORMATS[name].read(row)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: row {number} {error} (prompts.format {name})") from error
+        columns = {prompt_column: example.prompt, answer_column: example.answer, SOURCE: example.source}
+        found.append(row | {column: value for column, value in columns.items() if column and value is not None})
+    return found
 
 
 def lookup(row: Mapping[str, Any], column: str) -> Any:

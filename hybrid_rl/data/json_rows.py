@@ -66,10 +66,15 @@ def _check_is_row(rows: list[Row], text_column: str, source: str) -> None:
         return
     for name, value in rows[0].items():
         check(
-            not (isinstance(value, list) and value and all(isinstance(item, dict) for item in value)),
+            not (isinstance(value, list) and value and all(map(_may_be_row, value))),
             f"{source}: is one JSON object with a list of objects under '{name}': write the list alone, or one row per "
             "line",
         )
+
+
+def _may_be_row(item: Any) -> bool:
+    """Return whether an item of a list is an object, and no turn of a dialogue."""
+    return isinstance(item, dict) and not item.keys() & {"role", "from"}
 
 
 def _read_array(path: Path, source: str) -> list[Row]:

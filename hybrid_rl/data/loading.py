@@ -61,7 +61,13 @@ def load_data(config: Config, world: World) -> Data:
     findings.run(lambda: check_models(config))
     tokenizer = _load_tokenizer(config, findings)
     template = findings.run(lambda: load_template(config.prompts.template_path, tokenizer)) if tokenizer else None
-    make = functools.partial(ScorerPool, timeout_s=config.reward.timeout_s, num_workers=config.reward.num_workers)
+    make = functools.partial(
+        ScorerPool,
+        timeout_s=config.reward.timeout_s,
+        num_workers=config.reward.num_workers,
+        memory_limit_bytes=config.reward.memory_limit_bytes,
+        environment_variables=config.reward.environment_variables,
+    )
     scorer = findings.run(lambda: _make_scorer(config, make))
     is_named = config.run.eval_function is not None or not config.reward.functions
     # Otherwise it is one of the training functions, whose faults are found already.
@@ -106,7 +112,7 @@ def load_data(config: Config, world: World) -> Data:
 def _check_rows(config: Config, findings: Findings) -> None:
     """Check rows and columns of prompts and texts, which need no tokenizer."""
     load = functools.partial(load_rows, config=config.prompts, seed=config.run.seed)
-    findings.run(lambda: load(config.prompts.path))
+    findings.run(lambda: load(config.prompts.path, num_rows=config.prompts.max_samples))
     held_out = config.prompts.eval_path
     if held_out and _evaluates(config):
         findings.run(lambda: load(held_out, num_rows=config.prompts.max_eval_samples, is_evaluation=True))
@@ -141,7 +147,13 @@ def _make_remote(config: Config) -> RemoteScorer | None:
     reward = config.reward
     if not reward.remote_urls:
         return None
-    return RemoteScorer(reward.remote_urls, timeout_s=reward.remote_timeout_s, retries=reward.remote_retries)
+    return RemoteScorer(
+        reward.remote_urls,
+        timeout_s=reward.remote_timeout_s,
+        retries=reward.remote_retries,
+        stall_timeout_s=config.run.stall_timeout_s,
+        headers=reward.remote_headers,
+    )
 
 
 def _stop_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase, template: Template) -> list[int]:
@@ -204,7 +216,7 @@ def _make_loader(config: Config, tokenizer: PreTrainedTokenizerBase, world: Worl
     """Return the loader of this rank's training prompts."""
     prompts, seed = config.prompts, config.run.seed
     return PromptLoader(
-        load_prompts(prompts.path, tokenizer, prompts, seed=seed),
+        load_prompts(prompts.path, tokenizer, prompts, seed=seed, num_rows=prompts.max_samples),
         batch_size=config.rollout.rollout_batch_size,
         seed=seed,
         shuffle=prompts.shuffle,

@@ -6,16 +6,18 @@ import logging
 import random
 from math import isfinite
 from numbers import Number
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_rl import serialization
 from hybrid_rl.batch import Prompt
 from hybrid_rl.config import ConfigError, PromptsConfig, check
 from hybrid_rl.data.chat import render_chat
-from hybrid_rl.data.files import EVALUATION_SPLITS, TRAINING_SPLITS, Message, column_of, is_chat, read_rows
+from hybrid_rl.data.files import EVALUATION_SPLITS, TRAINING_SPLITS, Message, column_of, is_chat
+from hybrid_rl.data.formats import FORMATS, format_of, standardise
 from hybrid_rl.data.json_rows import Row
+from hybrid_rl.data.sources import read_source
 from hybrid_rl.data.template import Template, load_template
 from hybrid_rl.models.tokenizer import encode
 from hybrid_rl.rewards.rules import import_reasoning_gym
@@ -43,24 +45,35 @@ def load_rows(
     is_evaluation = path == config.eval_path != config.path if is_evaluation is None else is_evaluation
     source = f"prompts.{'eval_path' if is_evaluation else 'path'} = {path}"
     splits = EVALUATION_SPLITS if is_evaluation else TRAINING_SPLITS
-    is_task = path.startswith(TASK_PREFIX)
-    if is_task:
+    if path.startswith(TASK_PREFIX):
         rows = _generate_rows(path.removeprefix(TASK_PREFIX), config, source, seed, num_rows or config.num_generated)
+        has_answer = False  # some tasks have no single answer; their scorer reads the entry instead
     else:
-        rows = read_rows(Path(path), source=source, text_column=config.prompt_column, splits=splits)[:num_rows]
+        split = config.eval_split if is_evaluation else config.split
+        rows = read_source(path, source=source, text_column=config.prompt_column, split=split, splits=splits)[:num_rows]
+        rows, has_answer = _read_format(rows, config, source)
     check(bool(rows), f"{source}: holds no rows")
 
     for number, row in enumerate(rows):
         where = f"{source}: row {number}"
         _prompt_of(row, config, where)
-        # Some tasks have no single answer; their scorer reads the entry instead.
         check(
-            is_task or config.answer_column is None or _answer_of(row, config, where) is not None,
+            not has_answer or _answer_of(row, config, where) is not None,
             f"{where}: '{config.answer_column}' (prompts.answer_column) is empty",
         )
-    if not is_task and config.answer_column is not None:
+    if has_answer:
         _check_missing_numbers([str(row[config.answer_column]) for row in rows], config, source)
     return rows
+
+
+def _read_format(rows: list[Row], config: PromptsConfig, source: str) -> tuple[list[Row], bool]:
+    """Return the rows with prompt and answer in the columns of the settings, and whether each must have an answer."""
+    columns = {"prompt_column": config.prompt_column, "answer_column": config.answer_column}
+    name = format_of(rows, config.format, **columns)
+    if name != "plain":
+        logger.info("%s: rows in the format %s", source, name)
+    has_answer = config.answer_column is not None and (name == "plain" or FORMATS[name].has_answer)
+    return standardise(rows, name, **columns, source=source), has_answer
 
 
 def encode_prompt(
@@ -82,7 +95,8 @@ def encode_prompt(
         prompt_id: row number in the data set.
         template: content of `template_path`; None reads the file.
     Raises:
-        ConfigError: the row gives no tokens, or its chat cannot be rendered.
+        ConfigError: the row gives no tokens, its chat cannot be rendered, or a column has a value of a type that
+            serialization.encode does not take.
     """
     where = f"row {prompt_id}"
     value = _prompt_of(row, config, where)
@@ -100,6 +114,7 @@ def encode_prompt(
     metadata = {name: v for name, v in row.items() if name not in (config.prompt_column, config.answer_column)}
     if template.response_format_tags:
         metadata["response_format_tags"] = template.response_format_tags
+    _check_metadata(metadata, where)
 
     return Prompt(
         prompt_id=prompt_id,
@@ -290,6 +305,15 @@ def _is_number(text: str) -> bool:
         return isfinite(float(text.replace(",", "")))
     except ValueError:
         return False
+
+
+def _check_metadata(metadata: Row, where: str) -> None:
+    """Raise ConfigError if other ranks and the scorers cannot be sent a column."""
+    for name, value in metadata.items():
+        try:
+            serialization.encode(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{where}: column '{name}': {error}; remove the column, or write it as text") from error
 
 
 def _check_plain(config: PromptsConfig, template: Template, where: str) -> None:

@@ -1,13 +1,13 @@
 """Texts of the language-model (ptx) loss, as token ids."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.config import ConfigError, PtxConfig, check
 from hybrid_rl.data.chat import Clock, chat_template_of, on_fixed_day
-from hybrid_rl.data.files import Message, column_of, is_chat, read_rows
+from hybrid_rl.data.files import Message, column_of, is_chat
+from hybrid_rl.data.sources import read_source
 from hybrid_rl.data.template import Template
 from hybrid_rl.models.tokenizer import encode
 
@@ -29,7 +29,7 @@ def read_texts(config: PtxConfig) -> list[str | list[Message]]:
     """
     assert config.path is not None
     source = _source(config)
-    rows = read_rows(Path(config.path), source=source, text_column=config.column)
+    rows = read_source(config.path, source=source, text_column=config.column)
     check(bool(rows), f"{source}: holds no rows")
     values = []
     for number, row in enumerate(rows):

@@ -116,7 +116,7 @@ def test_folders_that_are_not_one_data_set_are_named(tmp_path):
         read(tmp_path)
     data = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({"a": data, "b": data}).save_to_disk(str(tmp_path / "splits"))
-    with pytest.raises(ConfigError, match="has the splits a, b, of which exactly one must be named train: give the"):
+    with pytest.raises(ConfigError, match="has the splits a, b, of which exactly one must be named train: set "):
         read(tmp_path / "splits")
 
 

@@ -1,11 +1,18 @@
 """Rows as other trainers' data sets have them: the format that is recognised, and what it gives."""
 
-from typing import Any
+import json
+from dataclasses import replace
+from typing import Any, get_args
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
-from hybrid_rl.config import ConfigError
+from hybrid_rl.config import ConfigError, PromptsConfig
 from hybrid_rl.data.formats import FORMATS, Example, lookup, recognise
+from hybrid_rl.data.prompts import encode_prompt, load_rows
+from hybrid_rl.settings.types import setting_types
+from tests.conftest import make_tokenizer
 
 USER = {"role": "user", "content": "2+2?"}
 REPLY = {"role": "assistant", "content": "4"}
@@ -91,6 +98,7 @@ def format_of(row: dict[str, Any], *, prompt: str = "prompt", answer: str | None
 
 def test_every_format_has_an_example():
     assert EXAMPLES.keys() == FORMATS.keys()
+    assert set(get_args(setting_types()["prompts.format"])) == {"auto", "plain", *FORMATS}
 
 
 @pytest.mark.parametrize(("name", "row", "wanted"), ROWS, ids=[f"{i}-{row[0]}" for i, row in enumerate(ROWS)])
@@ -148,3 +156,51 @@ def test_what_a_row_of_a_format_lacks_is_named(name, row, message):
     with pytest.raises(ConfigError) as error:
         FORMATS[name].read(row)
     assert message in str(error.value)
+
+
+def test_the_rows_of_a_format_get_the_columns_of_the_settings_and_keep_theirs(tmp_path):
+    path = tmp_path / "verl.parquet"
+    rows = [row for row, _ in EXAMPLES["verl"][:1]]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert load_rows(str(path), PromptsConfig(), seed=0) == [rows[0] | {"answer": "4"}]
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    prompt = encode_prompt(tokenizer, load_rows(str(path), PromptsConfig(), seed=0)[0], PromptsConfig())
+    assert prompt.answer == "4" and prompt.metadata["data_source"] == "openai/gsm8k"
+    assert prompt.metadata["extra_info"] == rows[0]["extra_info"]
+
+
+def test_a_format_without_answers_needs_none_and_another_does(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([row for row, _ in EXAMPLES["sharegpt"]]))
+    assert [row["prompt"][-1] for row in load_rows(str(path), PromptsConfig(), seed=0)] == [
+        {"role": "user", "content": "and 3+3?"},
+        USER,
+    ]
+    path.write_text(json.dumps([{"question": "2+2?", "answer": "#### 4"}, {"question": "3+3?", "answer": "so ####"}]))
+    with pytest.raises(ConfigError, match=r"row 1: 'answer' \(prompts.answer_column\) is empty"):
+        load_rows(str(path), PromptsConfig(), seed=0)
+
+
+def test_a_row_of_another_format_than_the_first_is_named(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"question": "2+2?", "answer": "#### 4"}, {"problem": "3+3?", "answer": "6"}]))
+    with pytest.raises(ConfigError) as error:
+        load_rows(str(path), PromptsConfig(path=str(path)), seed=0)
+    expected = "row 1 has no column 'question', only problem, answer (prompts.format gsm8k)"
+    assert str(error.value) == f"prompts.path = {path}: {expected}"
+    path.write_text(json.dumps([{"question": "2+2?", "answer": "4"}]))
+    with pytest.raises(ConfigError, match=r"row 0 has no column 'input', only question, answer \(prompts"):
+        load_rows(str(path), PromptsConfig(format="openrlhf"), seed=0)
+
+
+def test_columns_inside_dictionaries_are_read_by_their_dotted_names(tmp_path):
+    path = tmp_path / "rows.json"
+    rows = [{"q": {"text": "2+2?"}, "gold": {"value": 4, "unit": "x"}}]
+    path.write_text(json.dumps(rows))
+    config = PromptsConfig(prompt_column="q.text", answer_column="gold.value")
+    (row,) = load_rows(str(path), config, seed=0)
+    prompt = encode_prompt(make_tokenizer(), row, config)
+    assert (prompt.text, prompt.answer, prompt.metadata) == ("2+2?", "4", rows[0])
+    with pytest.raises(ConfigError, match=r"has no column 'gold.amount'; set prompts.answer_column to one of: q, gold"):
+        load_rows(str(path), replace(config, answer_column="gold.amount"), seed=0)
