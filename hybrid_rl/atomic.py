@@ -29,7 +29,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes | str, *, is_flushed: bool = True) -> None:
-    """Replace a file; a reader, or a crash at any moment, finds the old or the new content.
+    """Replace a file, which only the user can read; a reader, or a crash at any moment, finds the old or new content.
 
     Args:
         path: file to create or replace; its folder exists.
@@ -45,7 +45,8 @@ def write_atomically(path: Path, content: bytes | str, *, is_flushed: bool = Tru
     partial = path.with_name(f".{path.name}.partial")
     with writing(path):
         try:
-            with partial.open("wb") as file:
+            partial.unlink(missing_ok=True)  # of a process that was killed, perhaps with another mode
+            with open(partial, "wb", opener=_open_private) as file:
                 file.write(content)
                 file.flush()
                 if is_flushed:
@@ -56,6 +57,10 @@ def write_atomically(path: Path, content: bytes | str, *, is_flushed: bool = Tru
             raise
         if is_flushed:
             flush_folder(path.parent)
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def append(path: Path, content: bytes) -> None:

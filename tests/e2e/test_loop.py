@@ -303,6 +303,12 @@ def test_files_of_the_run(live: Live):
     assert contents == {"actor", "critic", "random_state", "state.json", "manifest.json"}
 
 
+def test_files_with_settings_prompts_or_responses_are_for_the_user_alone(live: Live):
+    names = ["config.yaml", "environment.json", "run.json", "metrics.jsonl", "summary.json", "timeline.json", "latest"]
+    paths = [live.dir / name for name in names] + list((live.dir / "rollouts").iterdir())
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in paths} == {path.name: "0o600" for path in paths}
+
+
 def test_config_file_reads_back_as_the_config(live: Live):
     assert parse(["--config", str(live.dir / "config.yaml")]) == (live.run.config, None)
 
