@@ -1,5 +1,7 @@
 """Rows, token ids and order of prompts."""
 
+import datetime
+import decimal
 import json
 import math
 import sys
@@ -12,9 +14,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from hybrid_rl.batch import Prompt
+from hybrid_rl.batch import Prompt, Rollout
 from hybrid_rl.config import ConfigError, PromptsConfig
 from hybrid_rl.data.prompts import PromptLoader, encode_prompt, load_prompts, load_rows
+from hybrid_rl.rewards.pool import ScorerPool
 
 ROWS = [{"prompt": f"say {n}", "answer": str(n), "level": n % 3} for n in range(5)]
 CHAT = [{"role": "user", "content": "say 7"}]
@@ -179,6 +182,50 @@ def test_text_has_the_token_ids_of_the_tokenizer():
     assert prompt == Prompt(
         prompt_id=3, text="say 3", token_ids=tokenizer("say 3")["input_ids"], answer="3", metadata={"level": 0}
     )
+
+
+def columns() -> dict[str, pyarrow.Array]:
+    """Return one value of every type that a Parquet file can give a row."""
+    seconds = pyarrow.array([1714979289], pyarrow.int64())
+    return {
+        "number": pyarrow.array([2**63 - 1]),
+        "missing": pyarrow.array([None]),
+        "blob": pyarrow.array([b"\x00\xff"]),
+        "day": pyarrow.array([datetime.date(2024, 5, 6)]),
+        "time": pyarrow.array([datetime.time(7, 8, 9, 5)]),
+        "local": seconds.cast(pyarrow.timestamp("s")),
+        "zoned": seconds.cast(pyarrow.timestamp("us", "Europe/Berlin")),
+        "nanoseconds": pyarrow.array([1714979289123456789]).cast(pyarrow.timestamp("ns", "+02:00")),
+        "duration": pyarrow.array([5]).cast(pyarrow.duration("us")),
+        "short": pyarrow.array([5]).cast(pyarrow.duration("ns")),
+        "price": pyarrow.array([decimal.Decimal("1.50")]),
+        "nested": pyarrow.array([{"a": [1.5, None], "b": {"c": "d"}}]),
+        "pairs": pyarrow.array([[("k", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64())),
+        "uuid": pyarrow.array([bytes(range(16))], pyarrow.uuid()),
+    }
+
+
+def test_a_scorer_sees_the_other_columns_of_a_row_unchanged(tmp_path):
+    table = {"prompt": pyarrow.array(["say 7"]), **columns()}
+    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "data.parquet")
+    settings = PromptsConfig(answer_column=None)
+    (prompt,) = load_prompts(str(tmp_path / "data.parquet"), make_tokenizer(), settings, seed=0)
+    assert list(prompt.metadata) == list(columns())
+    seen = tmp_path / "seen"
+    (tmp_path / "rewards.py").write_text(
+        f"def score(prompt, response):\n    open({str(seen)!r}, 'w').write(repr(prompt.metadata))\n    return 1.0\n"
+    )
+    rollout = Rollout(prompt=prompt, sequence_id=0, response_ids=[], rollout_logprobs=[], is_truncated=False, text="7")
+    with ScorerPool([f"{tmp_path / 'rewards.py'}:score"], timeout_s=20.0, num_workers=1, on_error="raise") as pool:
+        assert pool.score([rollout]).scores == [1.0]
+    assert seen.read_text() == repr(prompt.metadata)
+
+
+def test_a_column_that_no_other_process_can_be_sent_is_refused_when_it_is_read(tmp_path):
+    interval = pyarrow.array([(1, 2, 3)], pyarrow.month_day_nano_interval())
+    with pytest.raises(ConfigError, match=r"^row 5: column 'every': a value of type .*MonthDayNano.* cannot be serial"):
+        row = {"prompt": "say 7", "every": interval.to_pylist()[0]}
+        encode_prompt(make_tokenizer(), row, PromptsConfig(), prompt_id=5)
 
 
 def test_chat_ends_where_the_response_begins():
