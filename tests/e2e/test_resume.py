@@ -16,28 +16,28 @@ from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.engines.vllm.engine import VllmEngine
 from launch import colocated
 
-DIE = """
+SIGNALLED = """
 import os, signal
 from hybrid_rl import trainer
 from hybrid_rl.checkpoints import saver as checkpoint
 from hybrid_rl.steps import rollout
 from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.checkpoints.snapshot import Snapshot
-from launch.colocated import parse
+from launch.colocated import main, parse
 
-def die_in(owner, name, calls):
+def signal_in(owner, name, calls):
     original = getattr(owner, name)
     def counted(*arguments, **named):
         nonlocal calls
         calls -= 1
         if calls == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.{signal})
         return original(*arguments, **named)
     setattr(owner, name, counted)
 
 if __name__ == "__main__":
-    die_in({owner}, "{name}", {calls})
-    trainer.train(parse()[0])
+    signal_in({owner}, "{name}", {calls})
+    {run}
 """
 
 # Owner, function, the call in which to die, and how often the run that goes on may generate. Each step generates an
@@ -140,12 +140,19 @@ def test_all_that_has_a_state_goes_on(make_config, train_here, tmp_path):
         assert all(torch.equal(ours[name], theirs[name]) for name in ours.keys() | theirs.keys())
 
 
-def kill(run, config, owner: str, name: str, calls: int) -> None:
-    """Train in another process until it kills itself."""
+def train_until_signal(run, config, *place, number: str, command: str):
+    """Train in another process, which sends itself a signal in a call of a function."""
     settings, program = Path(config.run.dir) / "settings.yaml", Path(config.run.dir) / "die.py"
     settings.write_text(yaml.safe_dump(as_dict(config)))
-    program.write_text(DIE.format(owner=owner, name=name, calls=calls))
-    ended = run(str(program), "--config", str(settings))
+    owner, name, calls = place
+    program.write_text(SIGNALLED.format(owner=owner, name=name, calls=calls, signal=number, run=command))
+    return run(str(program), "--config", str(settings))
+
+
+def kill(run, config, owner: str, name: str, calls: int) -> None:
+    """Train in another process until it kills itself."""
+    command = "trainer.train(parse()[0])"
+    ended = train_until_signal(run, config, owner, name, calls, number="SIGKILL", command=command)
     assert ended.code == -signal.SIGKILL, ended.output
     assert not ended.survivors
 
@@ -199,6 +206,80 @@ def test_a_run_killed_without_a_log_generates_again_and_is_the_same(
     config = make_config(tmp_path, run={"num_steps": 4})
     kill(run_forked, config, "trainer", "update_actor", 3)
     assert_same(train_here(config), four_steps)
+
+
+# Owner, function, the call with the signal, and the step of the checkpoint: the third step is given up before its
+# responses are scored, and finished after that.
+PREEMPTED = [
+    ("trainer", "train_step", 3, 2),
+    ("HuggingFaceEngine", "generate", 6, 2),
+    ("trainer", "score_responses", 3, 2),
+    ("trainer", "make_batch", 3, 3),
+    ("trainer", "compute_advantages", 3, 3),
+    ("trainer", "update_critic", 3, 3),
+    ("trainer", "update_actor", 3, 3),
+    ("trainer", "save", 3, 3),
+    ("trainer", "score_responses", 1, 0),
+]
+
+
+def preempt(run, config, owner: str, name: str, calls: int, step: int) -> None:
+    """Train with the real command until it gets SIGTERM."""
+    ended = train_until_signal(run, config, owner, name, calls, number="SIGTERM", command="main()")
+    assert ended.code == 75 and not ended.survivors, ended.output
+    kept = f"the checkpoint of step {step} is complete" if step else "no step is finished"
+    lines = [line for line in ended.output.splitlines() if not line.startswith(("step ", "accuracy on "))]
+    assert lines == [
+        "SIGTERM: the run ends with a checkpoint within checkpoint.grace_s = 200 s",
+        f"error: preempted by SIGTERM: {kept}, and the same command continues the run",
+    ]
+
+
+def check_preempted(run, train_here, config, place, expected) -> None:
+    """Check that a run that goes on after SIGTERM is the run that was never stopped."""
+    preempt(run, config, *place)
+    assert_same(train_here(config), expected)
+
+
+def test_a_preempted_run_goes_on_from_its_last_step(four_steps, make_config, train_here, run_forked, tmp_path):
+    checkpoints = {"every_steps": 10, "on_sigterm": True, "grace_s": 200.0, "export": False}
+    config = make_config(tmp_path, run={"num_steps": 4}, checkpoint=checkpoints)
+    check_preempted(run_forked, train_here, config, ("trainer", "score_responses", 3, 2), four_steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_log", [False, True], ids=["no log", "log"])
+@pytest.mark.parametrize("place", PREEMPTED, ids=[f"{name}-{calls}" for _, name, calls, _ in PREEMPTED])
+def test_a_run_preempted_anywhere_goes_on_from_its_last_step(
+    four_steps, make_config, train_here, run_forked, tmp_path, place, has_log
+):
+    """Without periodic checkpoints: the one of SIGTERM is the only one."""
+    checkpoints = {"every_steps": 0, "on_sigterm": True, "grace_s": 200.0, "export": False, "phase_log": has_log}
+    config = make_config(tmp_path, run={"num_steps": 4}, checkpoint=checkpoints)
+    preempt(run_forked, config, *place)
+    every_two = {**checkpoints, "every_steps": 2}
+    assert_same(train_here(make_config(tmp_path, run={"num_steps": 4}, checkpoint=every_two)), four_steps)
+
+
+@pytest.mark.slow
+def test_a_moving_reference_moves_once_in_a_step_that_is_given_up(make_config, train_here, run_forked, tmp_path):
+    """The reference, the average, the running norm and the KL coefficient are those of the last finished step."""
+    checkpoints = {"every_steps": 10, "on_sigterm": True, "grace_s": 200.0, "export": False}
+
+    def config(folder: Path):
+        folder.mkdir(exist_ok=True)
+        return make_config(
+            folder,
+            run={"num_steps": 4},
+            models={"reference_sync_steps": 1, "reference_mixup_alpha": 0.5, "ema_decay": 0.9},
+            reward={"normalize": True},
+            advantage={"kl_target": 0.01, "kl_horizon": 50},
+            checkpoint=checkpoints,
+        )
+
+    whole = train_here(config(tmp_path / "whole"))
+    place = ("trainer", "score_responses", 3, 2)
+    check_preempted(run_forked, train_here, config(tmp_path / "parts"), place, whole)
 
 
 def test_a_finished_run_has_nothing_left_to_do(four_steps, make_config, train_here, tmp_path):
