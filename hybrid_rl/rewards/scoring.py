@@ -13,6 +13,8 @@ from hybrid_rl.algorithms.advantage import overlong_penalty
 from hybrid_rl.batch import Rollout, TrainBatch, balance, make_train_batch
 from hybrid_rl.config import ConfigError, RewardConfig
 from hybrid_rl.distributed import World
+from hybrid_rl.errors import RewardLostError
+from hybrid_rl.exchange import describe_error, make_error
 from hybrid_rl.rewards import RemoteScorer, RunningNormalizer, ScorerPool
 from hybrid_rl.rewards.normalize import moments
 
@@ -76,6 +78,7 @@ def score_responses(rollouts: Sequence[Rollout], sources: RewardSources, config:
 
     Raises:
         ConfigError: a source fails, or a score is not finite as float32; names its prompt.
+        RewardLostError: a service or a scorer process is lost.
     """
     scores, parts, failed = torch.zeros(len(rollouts), dtype=torch.float64), {}, frozenset[int]()
     if sources.model is not None:
@@ -101,21 +104,25 @@ def score_responses(rollouts: Sequence[Rollout], sources: RewardSources, config:
 
 @contextmanager
 def fail_together(world: World) -> Iterator[None]:
-    """Raise on every rank what a user's mistake has raised on some: else they would wait for a rank that has ended.
+    """Raise on every rank what a mistake of the user or a lost source has raised on some: else the others would wait.
 
     Args:
-        world: all ranks; a collective, also for a rank whose block raises a ConfigError.
+        world: all ranks; a collective, also for a rank whose block raises one of the errors.
     Raises:
         ConfigError: the block has raised one on this rank or on another; with the messages of all ranks.
+        RewardLostError: the same, where no rank has a ConfigError; with the message of the first rank with one.
     """
-    cause = None
+    cause: ConfigError | RewardLostError | None = None
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, RewardLostError) as error:
         cause = error
-    messages = [message for found in world.all_gather(cause.messages if cause else ()) for message in found]
-    if messages:
-        raise ConfigError(*dict.fromkeys(messages)) from cause
+    found = [described for described in world.all_gather(describe_error(cause) if cause else None) if described]
+    mistakes = [message for name, messages in found if name == "ConfigError" for message in messages]
+    if mistakes:
+        raise ConfigError(*dict.fromkeys(mistakes)) from cause
+    if found:
+        raise make_error(*found[0]) from cause
 
 
 def balance_by_tokens(scored: Scored, world: World, data_parallel: World) -> Scored:

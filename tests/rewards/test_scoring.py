@@ -10,8 +10,9 @@ import torch
 
 from hybrid_rl.algorithms.estimators import group_advantages
 from hybrid_rl.batch import make_train_batch
-from hybrid_rl.config import ConfigError, ModelsConfig, RewardConfig, check
+from hybrid_rl.config import ConfigError, ModelsConfig, RewardConfig
 from hybrid_rl.distributed import World, join_world
+from hybrid_rl.errors import RewardLostError
 from hybrid_rl.memory.micro_batches import TokenLimit
 from hybrid_rl.models.loading import load_value_model
 from hybrid_rl.rewards import RunningNormalizer, ScorerPool
@@ -181,14 +182,15 @@ def drawn(rank: int) -> Scored:
     )
 
 
-def error_of(world: World) -> str:
+def error_of(world: World, error: ConfigError | RewardLostError) -> str:
     """Return what the ranks raise together when the second one fails and then all of them succeed."""
     for is_wrong in (False, world.rank == 1):
         try:
             with fail_together(world):
-                check(not is_wrong, "a mistake")
-        except ConfigError as error:
-            return str(error)
+                if is_wrong:
+                    raise error
+        except (ConfigError, RewardLostError) as raised:
+            return f"{type(raised).__name__}: {raised}"
     return ""
 
 
@@ -201,9 +203,8 @@ def main() -> None:
     baselines = [local.baselines[r.prompt.prompt_id] for r in local.rollouts]
     result = {"rows": rows, "scores": local.scores, "parts": local.parts, "baselines": baselines}
     result |= {"together": [r.sequence_id for r in together.rollouts], "all_failed": sorted(together.failed)}
-    torch.save(
-        result | {"failed": sorted(local.failed), "error": error_of(world)}, Path(sys.argv[1]) / f"rank{world.rank}.pt"
-    )
+    errors = [error_of(world, error) for error in (ConfigError("a mistake"), RewardLostError("a loss"))]
+    torch.save(result | {"failed": sorted(local.failed), "errors": errors}, Path(sys.argv[1]) / f"rank{world.rank}.pt")
 
 
 def test_responses_are_balanced_by_tokens_with_their_scores_and_baselines(on_two_ranks):
@@ -221,8 +222,8 @@ def test_responses_are_balanced_by_tokens_with_their_scores_and_baselines(on_two
     assert [found["failed"] for found in ranks] == [[1, 2], [5, 8]]
     for found in ranks:  # ranks of one model-parallel group get the same responses, here all
         assert found["together"] == list(range(10)) and found["all_failed"] == [1, 2, 5, 8]
-    # Only the second rank has made a mistake.
-    assert [found["error"] for found in ranks] == ["a mistake", "a mistake"]
+    # Only the second rank has made a mistake, or lost a source.
+    assert [found["errors"] for found in ranks] == 2 * [["ConfigError: a mistake", "RewardLostError: a loss"]]
 
 
 def test_a_single_rank_keeps_its_responses():
