@@ -6,6 +6,7 @@ At that commit it cannot run because modules that it imports are missing; its ar
 from pathlib import PurePath
 
 from launch.translate.program import Command, Program, fixed, maps, moot
+from launch.translate.reading import count
 
 PROMPT_TOKENS, SEQUENCE_TOKENS = 96, 128
 ONE_POOL = "models have no GPUs of their own here; every GPU holds a shard of every model"
@@ -43,7 +44,9 @@ ARGUMENTS = (
         "ddp",
         "update.zero_stage",
         "memory.swap",
-        choices={"ddp": 0, "colossalai_gemini": 3, "colossalai_zero2": 2},
+        choices={"ddp": 1, "colossalai_gemini": 3, "colossalai_zero2": 2},
+        note="ddp becomes ZeRO 1, which gives the same result with less memory",
+        when=lambda c: c["strategy"] == "ddp",
     ),
     moot("model", str, "the architecture is read from the model's folder"),
     maps(
@@ -51,9 +54,8 @@ ARGUMENTS = (
         str,
         "gpt2",
         "models.actor",
-        "models.reward",
-        note="ColossalChat takes this model for the reward, too, with an untrained head; set models.reward to a "
-        "trained one",
+        note="ColossalChat takes this model for the reward, too, with an untrained head, whose scores mean nothing; "
+        "set models.reward to a trained sequence classifier",
         when=lambda c: True,
     ),
     maps("save_path", str, "actor_checkpoint_prompts.pt", "run.dir", "run.name"),
@@ -64,11 +66,11 @@ ARGUMENTS = (
         "checkpoint.every_steps",
         note="ColossalChat takes any text as true, even 'False'",
     ),
-    maps("num_episodes", int, 10, "run.num_steps"),
-    maps("max_timesteps", int, 10, "run.num_steps"),
+    maps("num_episodes", count, 10, "run.num_steps"),
+    maps("max_timesteps", count, 10, "run.num_steps"),
     maps(
         "update_timesteps",
-        int,
+        count,
         10,
         "run.num_steps",
         "rollout.rollout_batch_size",
@@ -77,7 +79,7 @@ ARGUMENTS = (
     ),
     maps(
         "experience_batch_size",
-        int,
+        count,
         8,
         "rollout.rollout_batch_size",
         "update.mini_batch_size",
@@ -88,7 +90,7 @@ ARGUMENTS = (
     moot("train_batch_size", int, "ColossalChat never reads it"),
     maps(
         "num_actor_nodes",
-        int,
+        count,
         1,
         "rollout.rollout_batch_size",
         "update.mini_batch_size",
@@ -97,7 +99,7 @@ ARGUMENTS = (
     moot("num_critic_nodes", int, ONE_POOL),
     moot("num_initial_nodes", int, ONE_POOL),
     moot("num_reward_nodes", int, ONE_POOL),
-    maps("num_gpus_per_node", int, 1, "rollout.rollout_batch_size", "update.mini_batch_size"),
+    maps("num_gpus_per_node", count, 1, "rollout.rollout_batch_size", "update.mini_batch_size"),
     fixed("optimizer", "", "update.actor.lr", "update.critic.lr", "update.actor.betas", "update.critic.betas"),
     fixed("KL", "", "advantage.kl_coef"),
     fixed(
@@ -124,7 +126,6 @@ RULES = {
     "run.dir": lambda c: str(PurePath(c["save_path"]).parent),
     "run.name": lambda c: PurePath(c["save_path"]).name,
     "models.actor": lambda c: c["pretrain"],
-    "models.reward": lambda c: c["pretrain"],
     "prompts.answer_column": lambda c: None,
     "prompts.max_prompt_tokens": lambda c: PROMPT_TOKENS,
     "prompts.overlong_prompts": lambda c: "drop",

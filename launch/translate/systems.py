@@ -1,8 +1,8 @@
 """Programs whose command lines each option of launch/colocated.py reads."""
 
-from launch.translate import coati, coati_ray, openrlhf
+from launch.translate import coati, coati_grpo, coati_ray, openrlhf
 
 SYSTEMS = {
     "--from-openrlhf": (openrlhf.PROGRAM,),
-    "--from-coati": (coati.PROGRAM, coati_ray.PROGRAM),
+    "--from-coati": (coati.PROGRAM, coati_grpo.PROGRAM, coati_ray.PROGRAM),
 }

@@ -166,7 +166,7 @@ def test_settings_of_the_critic_are_omitted_without_one() -> None:
             "--reward_functions mine: has no counterpart here",
         ),
         ("--from-coati", ["--reward_functions"], "--reward_functions takes one value or more, got 0"),
-        ("--from-coati", [], "expected a command line of train_ppo.py or train_prompts_on_ray.py"),
+        ("--from-coati", [], "expected a command line of train_ppo.py or train_grpo.py or train_prompts_on_ray.py"),
     ],
 )
 def test_what_cannot_be_read_is_an_error(option: str, words: list[str], message: str) -> None:

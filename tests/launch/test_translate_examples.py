@@ -282,7 +282,7 @@ EXAMPLES = {
         COATI_RAY,
         {
             "run": {"name": "actor_checkpoint_prompts.pt", "dir": ".", "num_steps": 10},
-            "models": {"actor": "gpt2", "reward": "gpt2"},
+            "models": {"actor": "gpt2"},
             "prompts": {
                 "path": "prompts.csv",
                 "answer_column": None,
@@ -321,22 +321,37 @@ def as_lists(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-@pytest.mark.parametrize("option, text, expected", EXAMPLES.values(), ids=EXAMPLES)
-def test_real_command_lines_give_settings_that_load(
-    option: str, text: str, expected: dict[str, Any], tmp_path: Path
-) -> None:
-    translated = translate(SYSTEMS[option], [text]).text
-    assert yaml.safe_load(translated) == expected
-    assert "NOT COMPLETE" not in translated
+OPEN = {"coati on ray": {"models.reward": "trained"}}
+"""Example -> settings that its command line leaves open, and values with which it can start."""
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_real_command_lines_give_settings_that_load(name: str, tmp_path: Path) -> None:
+    option, text, expected = EXAMPLES[name]
+    translation = translate(SYSTEMS[option], [text])
+    assert yaml.safe_load(translation.text) == expected
+    given = OPEN.get(name, {})
+    assert [setting for setting in given if setting in " ".join(translation.findings)] == list(given)
+    assert len(translation.findings) == len(given)
+    assert ("NOT COMPLETE" in translation.text) == bool(given)
     path = tmp_path / "translated.yaml"
-    path.write_text(translated)
-    config, _ = launcher().parse(["--config", str(path)])
+    path.write_text(translation.text)
+    added = [word for setting, value in given.items() for word in (f"--{setting}", value)]
+    config, _ = launcher().parse(["--config", str(path), *added])
     validate(config)
     loaded = as_lists(as_dict(config))
     for section, fields in expected.items():
-        for name, value in fields.items():
-            given = value if not isinstance(value, dict) else loaded[section][name] | value
-            assert loaded[section][name] == given, (section, name)
+        for field, value in fields.items():
+            wanted = value if not isinstance(value, dict) else loaded[section][field] | value
+            assert (section == "models" and f"models.{field}" in given) or loaded[section][field] == wanted, field
+
+
+def test_what_a_translation_leaves_open_ends_with_code_2_after_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        launcher().parse(["--from-coati", COATI_RAY])
+    output = capsys.readouterr()
+    assert (ending.value.code, yaml.safe_load(output.out)["models"]) == (2, {"actor": "gpt2"})
+    assert output.err.startswith("error: models.reward is null") and output.err.count("\n") == 1
 
 
 def test_comments_group_differences_under_the_given_spelling() -> None:
