@@ -12,7 +12,7 @@ import torch
 from hybrid_rl.algorithms import advantage, correction, kl, loss, policy_loss
 from hybrid_rl.checkpoints import manifest
 from hybrid_rl.data import prompts
-from hybrid_rl.models import weight_match
+from hybrid_rl.models import tokenizer, weight_match
 from hybrid_rl.rewards import rules, scoring
 from hybrid_rl.steps import rollout
 from launch import yaml_nodes
@@ -155,6 +155,11 @@ def compared_as_text(ends_in: Function) -> Function:
     return faulty
 
 
+def of_generation_config_alone(named_eos: Function) -> Function:
+    """The EOS ids that config.json names are left out."""
+    return lambda path, file_name: [] if file_name == "config.json" else named_eos(path, file_name)
+
+
 def without_penalties(penalize: Function) -> Function:
     """Penalties are left out."""
     return lambda scores, *arguments, **named: scores
@@ -179,6 +184,7 @@ FAULTS: dict[str, tuple[ModuleType, str, Callable[[Function], Function], str]] =
     "one clip range for both sides": (policy_loss, "policy_loss", one_bound, "policy losses"),
     "damaged checkpoint accepted": (manifest, "find_damage", accepts, "checkpoints"),
     "weights that do not match accepted": (weight_match, "check_match", matches, "model folders"),
+    "EOS ids of config.json left out": (tokenizer, "_named_eos", of_generation_config_alone, "tokenizer folders"),
     "duplicate key accepted": (yaml_nodes, "_wrong_keys", finds_nothing, "settings files"),
 }
 """Fault -> module and function that have it, the faulty function, and the subject whose cases find it."""
