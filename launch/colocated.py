@@ -5,6 +5,7 @@ python launch/colocated.py --config my.yaml                   a run of your own
 python launch/colocated.py --config my.yaml --update.actor.lr 1e-6
 python launch/colocated.py --help                             every setting
 python launch/colocated.py check --config my.yaml             all mistakes that show before a model loads
+python launch/colocated.py data --config my.yaml              prompts, their lengths, and what the rewards make of them
 python launch/colocated.py plan --config my.yaml --gpus 8     memory and time of a run, without a GPU
 python launch/colocated.py --from-openrlhf "$(cat train.sh)" > my.yaml
 """
@@ -134,6 +135,20 @@ def check_only(arguments: list[str]) -> None:
     print(printable("\n".join(lines)))
 
 
+def data(arguments: list[str]) -> bool:
+    """Print the data of a run, and return whether the rule functions tell answers from empty responses.
+
+    Raises:
+        SystemExit: an argument cannot be read; with code 2, after one sentence on stderr.
+        ConfigError: a setting, a model's folder or the data cannot work.
+    """
+    config, _ = read_settings(make_translating_parser(), arguments)
+    from launch.data import show_data
+
+    choose_accelerator()
+    return show_data(config)
+
+
 def num_visible_gpus() -> int:
     """Return the number of GPUs that this process may use, without initialising CUDA in it."""
     import torch
@@ -165,8 +180,9 @@ def main() -> None:
     escape_messages()
     handle_signals()
     with exit_on_config_error():
-        if sys.argv[1:2] == ["plan"]:
-            sys.exit(0 if plan(sys.argv[2:]) else 1)
+        for name, command in {"plan": plan, "data": data}.items():
+            if sys.argv[1:2] == [name]:
+                sys.exit(0 if command(sys.argv[2:]) else 1)
         if sys.argv[1:2] == ["check"]:
             check_only(sys.argv[2:])
             return
