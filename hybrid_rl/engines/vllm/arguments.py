@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hybrid_rl.config import RolloutConfig
+from hybrid_rl.engines.vllm.scheduler import EngineScheduler
 from hybrid_rl.weights.bucket import AliasedWeights
 
 LOAD_FORMAT = "hybrid_rl_alias"
@@ -44,7 +45,7 @@ def engine_arguments(
         "generation_config": "vllm",  # no sampling defaults from the model's folder
         "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are sampled from
         "worker_extension_cls": "hybrid_rl.engines.vllm.worker.WorkerExtension",
-        "scheduler_cls": "hybrid_rl.engines.vllm.scheduler.start_scheduler",
+        "scheduler_cls": EngineScheduler,
         "disable_log_stats": True,
         "seed": seed,
     }

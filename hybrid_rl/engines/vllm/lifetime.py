@@ -1,6 +1,5 @@
 """Ends the engine's processes with the trainer, and reports the ends of workers to it. Runs in vLLM's processes."""
 
-import functools
 import logging
 import multiprocessing
 import os
@@ -19,18 +18,20 @@ TRAINER_PID, FOLDER, REPORT = "HYBRID_RL_TRAINER_PID", "HYBRID_RL_ENGINE_FOLDER"
 _WORKER_DELAY_S = 0.5
 """How much later than the core process its workers end: it would report their end as an error, in many lines."""
 
+_watching: list[int] = []
+
 logger = logging.getLogger(__name__)
 
 
-@functools.cache
 def end_with_trainer() -> None:
     """End this process, and with it the engine, when the trainer ends, even by SIGKILL.
 
     Without it, vLLM would wait for requests forever and occupy the device's memory. A second call changes nothing.
     """
     trainer = int(os.environ.get(TRAINER_PID, os.getpid()))
-    if trainer == os.getpid():
+    if os.getpid() in (trainer, *_watching):
         return
+    _watching.append(os.getpid())  # a process that is forked from this one does not watch yet
     try:
         descriptor = os.pidfd_open(trainer)
     except ProcessLookupError:  # it has ended while vLLM was imported

@@ -128,12 +128,18 @@ def whole_response_scheduler(**arguments: Any) -> Any:
     return type("WholeResponseScheduler", (WholeResponses, base), {})(**arguments)
 
 
-def start_scheduler(**arguments: Any) -> Any:
-    """Return the scheduler of an engine's core process, for vLLM's `scheduler_cls`; called in its main thread.
+class EngineScheduler:
+    """What vLLM makes its scheduler of, in the main thread of an engine's core process, for `scheduler_cls`.
 
-    vLLM's own start leaves no other hook in this process, which is not a worker where the engine spans several GPUs.
+    vLLM's own start leaves no other hook in this process, which is not a worker where the engine spans several GPUs. As
+    a class it is in vLLM's settings, so that the core process imports this file before it waits for the trainer.
     """
-    handle_sigterm_in_thread()
-    end_with_trainer()
-    report_ended_workers()
-    return whole_response_scheduler(**arguments)
+
+    def __new__(cls, **arguments: Any) -> Any:
+        """Return the scheduler, after the core process has begun to watch its workers and signals."""
+        handle_sigterm_in_thread()
+        report_ended_workers()
+        return whole_response_scheduler(**arguments)
+
+
+end_with_trainer()
