@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from hybrid_rl.algorithms.kl import KlController
 from hybrid_rl.batch import Rollout, make_train_batch
 from hybrid_rl.checkpoints import saver as checkpoint
+from hybrid_rl.checkpoints.random_state import seed_generators
 from hybrid_rl.checkpoints.resume import make_saver, open_phase_log
 from hybrid_rl.checkpoints.run_folder import RunFolder
 from hybrid_rl.checkpoints.saver import Saver
@@ -88,7 +88,7 @@ def build_in(folder: RunFolder, prepared: Prepared, world: World, opened: list[C
     """
     config, plan, state = prepared.config, prepared.plan, prepared.state
     resume_from = folder.accept(prepared.start).checkpoint
-    torch.manual_seed(config.run.seed)
+    seed_generators(config.run.seed)
     data_parallel = world.data_parallel_group(config.update.sequence_parallel_size * config.update.tensor_parallel_size)
     recorder = Recorder(config, world, data_parallel)
     opened.append(lambda: recorder.close(sys.exception()))

@@ -1,4 +1,4 @@
-"""The state of a rank's random generators, as tensors of a checkpoint."""
+"""The random generators of a rank: their seed, and their state as tensors of a checkpoint."""
 
 import random
 from typing import Any
@@ -8,6 +8,17 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.checkpoints.snapshot import SavedTensors, Snapshot
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators of Python, NumPy and torch, the GPU's included.
+
+    Args:
+        seed: from 0 to 2**32 - 1.
+    """
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def take_random_state(rank: int) -> Snapshot:
