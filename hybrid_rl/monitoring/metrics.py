@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybrid_rl.atomic import append, set_aside, write_atomically, writing
+from hybrid_rl.atomic import append, make_folder, set_aside, write_atomically, writing
+from hybrid_rl.monitoring.events import EventsFile
 from hybrid_rl.printable import printable
 
 logger = logging.getLogger(__name__)
@@ -17,23 +18,18 @@ class MetricsWriter:
     """Writes a row of metrics per step to metrics.jsonl and to TensorBoard."""
 
     def __init__(self, run_dir: Path, resume_step: int = 0) -> None:
-        """Open the files of a run, and delete the rows from `resume_step` on, which the run writes again.
+        """Start the files of a run, and delete the rows from `resume_step` on, which the run writes again.
 
         Lines that are no rows are left out with a warning; the damaged file is kept under another name. Half a line
         at the end, which a killed process leaves, is left out without one.
         """
-        from torch.utils.tensorboard import (
-            SummaryWriter,
-        )  # imported here because it takes a second and only rank 0 writes
-
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / "metrics.jsonl"
         kept = [row for row in _read_rows(path) if row["step"] < resume_step]
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._last_step = kept[-1]["step"] if kept else -1
-        self._path, self._folder = path, run_dir / "tensorboard"
-        with writing(self._folder):
-            self._tensorboard = SummaryWriter(str(self._folder), purge_step=resume_step)
+        self._path = path
+        self._events = EventsFile(run_dir / "tensorboard", resume_step=resume_step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the row of a step and flush it to the disk.
@@ -50,20 +46,14 @@ class MetricsWriter:
         values = {name: float(value) for name, value in metrics.items()}
         append(self._path, json.dumps({"step": step, **values}).encode() + b"\n")
         self._last_step = step
-        with writing(self._folder):
-            for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Write what TensorBoard's thread holds, and close its file."""
-        with writing(self._folder):
-            self._tensorboard.close()
+        self._events.write(step, values)
 
 
 def write_rollouts(run_dir: Path, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
     """Write or replace the rollouts of a step, one JSON object per line, and return the file."""
     path = run_dir / "rollouts" / f"step_{step:06d}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path.parent):
+        make_folder(path.parent)
     write_atomically(path, "".join(printable(json.dumps(dict(row), ensure_ascii=False)) + "\n" for row in rows))
     return path
 

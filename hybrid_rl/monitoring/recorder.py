@@ -192,8 +192,6 @@ class Recorder:
         parts: list[Callable[[], None]] = []
         if self._progress:
             parts.append(partial(self._progress.__exit__, None, None, None))
-        if self._writer:
-            parts.append(self._writer.close)
         if self._is_open:
             parts.append(self._write_timeline)
         if self._status:

@@ -1,6 +1,7 @@
 """The files and the row of metrics that a step writes."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,10 @@ import yaml
 from hybrid_rl.batch import make_train_batch
 from hybrid_rl.config import Config, ConfigError, ModelsConfig, PromptsConfig, RewardConfig, RunConfig, as_dict
 from hybrid_rl.distributed import World
+from hybrid_rl.errors import FileWriteError
 from hybrid_rl.monitoring.recorder import Recorder
 from tests.conftest import make_rollout
+from tests.disks import a_full_disk
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 
@@ -105,3 +108,38 @@ def test_a_resumed_run_writes_its_steps_once(config: Config) -> None:
 def test_profiling_without_a_gpu_is_rejected(config: Config) -> None:
     with pytest.raises(ConfigError, match=r"run.profile_steps = \[3, 4\]: there is no GPU"):
         Recorder(replace(config, run=replace(config.run, profile_steps=(3, 4))), ALONE, ALONE)
+
+
+def test_rollouts_of_the_last_steps_stay(config: Config) -> None:
+    write_steps(replace(config, run=replace(config.run, keep_rollouts=2)), 1, 3)
+    names = sorted(path.name for path in (config.run_dir / "rollouts").iterdir())
+    assert names == ["step_000002.jsonl", "step_000003.jsonl"]
+
+
+def step_on_a_full_disk(config: Config, num_bytes: int) -> str:
+    """Return the error of a second step, all of whose files end after some bytes."""
+    with pytest.raises(FileWriteError) as failed, Recorder(config, ALONE, ALONE) as recorder:
+        recorder.open(1)
+        rollouts = [make_rollout(response_ids=[3])]
+        batch = make_train_batch(rollouts).with_fields(rewards=torch.tensor([1.0]))
+        recorder.step(1, rollouts, batch, {}, {})
+        with a_full_disk(num_bytes):
+            recorder.step(2, rollouts, batch, {}, {})
+    return str(failed.value)
+
+
+def test_a_full_disk_is_one_sentence_with_the_file_and_leaves_whole_files(config: Config, caplog) -> None:
+    """The rollouts come first; of 150 bytes they take 124, so that the metrics are the file that does not fit."""
+    remedy = r"free space on its disk or set run\.dir to another one, and start the same command again"
+    assert re.match(
+        rf"\S+/rollouts/step_000002\.jsonl cannot be written \(File too large\): {remedy}",
+        step_on_a_full_disk(config, 100),
+    )
+    assert re.match(
+        rf"\S+/metrics\.jsonl cannot be written \(File too large\): {remedy}", step_on_a_full_disk(config, 300)
+    )
+    folder = config.run_dir
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1]
+    assert not [path for path in folder.rglob("*") if path.name.endswith(".partial")]
+    write_steps(config, 2, 3)
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]

@@ -82,8 +82,20 @@ def test_a_second_signal_ends_a_process_that_does_not_close():
 
 def test_a_main_thread_in_a_library_does_not_keep_a_process_alive():
     """The main thread waits in C, without Python's lock, as in a collective; the time to close passes."""
-    deadlock = "lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)\nlock(mutex)\n"
-    program = Program(f"signals.CLOSE_LIMIT_S = 0.5\n{deadlock}{READY}lock(mutex)")
+    text = """
+    import threading
+    signals.CLOSE_LIMIT_S = 0.5
+    lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+    lock(mutex)
+
+    def say_when_main_waits():
+        time.sleep(0.5)
+        print("ready", flush=True)
+
+    threading.Thread(target=say_when_main_waits, daemon=True).start()
+    lock(mutex)
+    """
+    program = Program(text)
     program.send(signal.SIGTERM)
     code, _, errors = program.end()
     assert code == 143
