@@ -37,6 +37,7 @@ NUM_PROCESSES = "Ranks; null takes one per visible GPU, or one on a CPU."
 TRANSLATED = {
     "openrlhf": "OpenRLHF's train_ppo_ray",
     "coati": "ColossalChat's train_ppo.py, train_grpo.py or train_prompts_on_ray.py",
+    "verl": "verl's main_ppo",
 }
 """System -> its programs, for the help of `--from-<system>`."""
 

@@ -81,7 +81,8 @@ def read_arguments(program: Program, words: Sequence[str], num_processes: int | 
             unknown.append(name)
         for argument in arguments:
             values[argument.names[0]] = _value(argument, name, items, takes_truth=program.syntax != "flags")
-            given[argument.names[0]] = name
+            earlier = given.get(argument.names[0], "") if argument.names[0].endswith(GROUP) else ""
+            given[argument.names[0]] = f"{earlier}, {name}" if earlier else name
     check(not unknown, f"{program.title} has no {', '.join(_with_suggestion(name, spellings) for name in unknown)}")
     command = Command(values=values, given=given, num_processes=num_processes)
     for argument in program.arguments:

@@ -1,8 +1,9 @@
 """Programs whose command lines each option of launch/colocated.py reads."""
 
-from launch.translate import coati, coati_grpo, coati_ray, openrlhf
+from launch.translate import coati, coati_grpo, coati_ray, openrlhf, verl
 
 SYSTEMS = {
     "--from-openrlhf": (openrlhf.PROGRAM,),
     "--from-coati": (coati.PROGRAM, coati_grpo.PROGRAM, coati_ray.PROGRAM),
+    "--from-verl": (verl.PROGRAM,),
 }

@@ -211,8 +211,8 @@ def test_docs_have_every_argument_of_the_translators_and_no_other() -> None:
     text = DOCS.read_text()
     for program in PROGRAMS:
         assert table(program) in text, f"outdated, see python -m launch.translate.table ({program.title})"
-    spelled = set(re.findall(r"`(--[\w.]+)`", "".join(line for line in text.splitlines() if line.startswith("|"))))
-    assert spelled == {name for program in PROGRAMS for name in program.spellings}
+    spelled = set(re.findall(r"`(--[\w.-]+)`", "".join(line for line in text.splitlines() if line.startswith("|"))))
+    assert spelled == {name for program in PROGRAMS for name in program.spellings if name.startswith("--")}
 
 
 def test_docs_name_fields_that_exist() -> None:
