@@ -1,7 +1,9 @@
 """The demo: the content of its files, and the accuracies of its models, measured independently."""
 
 import json
+import os
 import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,31 @@ def test_a_failed_build_restores_the_random_state_and_leaves_no_files(tmp_path, 
     with pytest.raises(RuntimeError):  # a tensor of three numbers has no truth value
         build_demo(tmp_path)
     assert torch.equal(torch.random.get_rng_state(), state)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_build_deletes_the_folders_of_killed_ones_and_leaves_those_of_others_alone(tmp_path):
+    def start() -> tuple[int, Path]:
+        """Return a process that builds in a folder and does not end, and its folder."""
+        receiver, sender = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            with demo.scratch_folder(tmp_path) as folder:
+                os.write(sender, str(folder).encode())
+                signal.pause()
+        return pid, Path(os.read(receiver, 4096).decode())
+
+    killed, left = start()
+    building, kept = start()
+    assert {left, kept} == set(tmp_path.iterdir())
+    os.kill(killed, signal.SIGKILL)
+    os.waitpid(killed, 0)
+    with demo.scratch_folder(tmp_path) as mine:
+        assert {kept, mine} == set(tmp_path.iterdir())
+    os.kill(building, signal.SIGKILL)
+    os.waitpid(building, 0)
+    with demo.scratch_folder(tmp_path):
+        pass
     assert not list(tmp_path.iterdir())
 
 

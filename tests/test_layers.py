@@ -23,7 +23,7 @@ ROOMS: dict[str, set[str]] = {
     "exchange": {"config", "errors", "serialization"},
     "distributed": {"config", "errors", "exchange", "printable"},
     "algorithms": {"batch", "algorithms.specs"},
-    "settings": {"config", "algorithms.specs"},
+    "settings": {"config", "printable", "algorithms.specs"},
     "validate": {"config", "algorithms.specs", "settings"},
     "monitoring": {*BASE, "settings"},
     "memory": {"config", "errors", "distributed", "machine", "monitoring"},
@@ -46,7 +46,7 @@ ROOMS: dict[str, set[str]] = {
     "engines": {"config", "errors", "batch", "distributed", "checkpoints", "machine", "memory", "models", "weights"},
     "planning": {"config", "errors", "distributed", "validate", "memory", "models", "weights"},
     "steps": {*BASE, "algorithms", "algorithms.specs", "checkpoints", "memory", "models", "weights", "engines"},
-    "demo": {"config"},
+    "demo": {"config", "atomic"},
 }
 """Room (or module of the spine) -> the rooms that it may import besides itself."""
 ROOMS |= {name: {*ROOMS, *SPINE} for name in SPINE}
