@@ -248,17 +248,29 @@ def test_a_preempted_run_goes_on_from_its_last_step(four_steps, make_config, tra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_log", [False, True], ids=["no log", "log"])
 @pytest.mark.parametrize("place", PREEMPTED, ids=[f"{name}-{calls}" for _, name, calls, _ in PREEMPTED])
 def test_a_run_preempted_anywhere_goes_on_from_its_last_step(
-    four_steps, make_config, train_here, run_forked, tmp_path, place, has_log
+    four_steps, make_config, train_here, run_forked, tmp_path, place
 ):
     """Without periodic checkpoints: the one of SIGTERM is the only one."""
-    checkpoints = {"every_steps": 0, "on_sigterm": True, "grace_s": 200.0, "export": False, "phase_log": has_log}
+    checkpoints = {"every_steps": 0, "on_sigterm": True, "grace_s": 200.0, "export": False}
     config = make_config(tmp_path, run={"num_steps": 4}, checkpoint=checkpoints)
     preempt(run_forked, config, *place)
     every_two = {**checkpoints, "every_steps": 2}
     assert_same(train_here(make_config(tmp_path, run={"num_steps": 4}, checkpoint=every_two)), four_steps)
+
+
+@pytest.mark.slow
+def test_a_preempted_run_with_a_log_generates_nothing_twice(
+    four_steps, make_config, train_here, run_forked, tmp_path, monkeypatch
+):
+    checkpoints = {"every_steps": 10, "phase_log": True, "on_sigterm": True, "grace_s": 200.0, "export": False}
+    config = make_config(tmp_path, run={"num_steps": 4}, checkpoint=checkpoints)
+    preempt(run_forked, config, "HuggingFaceEngine", "generate", 6, 2)
+    generated, generate = [], HuggingFaceEngine.generate
+    monkeypatch.setattr(HuggingFaceEngine, "generate", lambda *a: generated.append(len(a[1])) or generate(*a))
+    assert_same(train_here(config), four_steps)
+    assert len(generated) == 3  # the fourth step and the last evaluation
 
 
 @pytest.mark.slow
