@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from hybrid_rl.engines.vllm import watch as watch_module
-from hybrid_rl.engines.vllm.lifetime import REPORT, report_ended_workers
+from hybrid_rl.engines.vllm.folder import EngineFolder
+from hybrid_rl.engines.vllm.lifetime import FOLDER, REPORT, ignore_signals_of_others, report_ended_workers
 from hybrid_rl.engines.vllm.processes import EngineProcesses, how_it_ended, read_stat
 from hybrid_rl.engines.vllm.watch import EngineWatch
 from hybrid_rl.errors import EngineLostError
@@ -219,3 +220,35 @@ def test_the_exit_code_of_a_worker_comes_from_the_core_process(tmp_path):
         EngineWatch(processes, stall_timeout_s=60.0).call(NEVER, "generate 1 responses")
     processes.end(0.0)
     processes.close()
+
+
+def core_with_handler(folder: str, path: str) -> None:
+    """Write down each signal that reaches vLLM's handler."""
+    os.environ[FOLDER] = folder
+    file = open(path, "a", buffering=1)  # noqa: SIM115
+    signal.signal(signal.SIGTERM, lambda number, frame: file.write("ended\n"))
+    ignore_signals_of_others()
+    file.write("ready\n")
+    while True:
+        time.sleep(0.01)
+
+
+def test_a_core_process_obeys_sigterm_only_when_the_trainer_has_asked_it_to_end(tmp_path):
+    """A terminal or a job manager signals every process of a run."""
+    folder, path = EngineFolder(), tmp_path / "signals"
+    processes, core = start_core(core_with_handler, str(folder.path), str(path))
+
+    def wait_for(text: str) -> None:
+        while not path.exists() or path.read_text() != text:
+            time.sleep(0.01)
+
+    wait_for("ready\n")
+    os.kill(core.pid, signal.SIGTERM)
+    time.sleep(0.3)
+    assert path.read_text() == "ready\n" and core.is_alive()
+    folder.request_end()
+    os.kill(core.pid, signal.SIGTERM)
+    wait_for("ready\nended\n")
+    processes.end(0.0)
+    processes.close()
+    folder.remove()

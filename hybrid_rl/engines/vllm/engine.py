@@ -224,6 +224,7 @@ class VllmEngine:
         self._is_closed = True
         self._give_bucket_back()
         self._copies.close()
+        self._folder.request_end()
         limit_s = _BROKEN_END_LIMIT_S if self._watch.is_broken else _END_LIMIT_S
         if self._processes.end(limit_s) and not self._watch.is_broken:
             logger.warning("the rollout engine did not end when it was asked to, and was killed")

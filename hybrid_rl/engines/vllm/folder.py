@@ -11,8 +11,9 @@ from pathlib import Path
 from hybrid_rl.engines.vllm.shared_memory import remove_shared_memory
 
 _PREFIX = "hybrid_rl_engine_"
-_LOCK, _BLOCKS = "lock", "shared_memory"
-"""Files of the folder: one that the trainer locks while it lives, and the names of the blocks of shared memory."""
+_LOCK, _BLOCKS, _END = "lock", "shared_memory", "end"
+"""Files of the folder: one that the trainer locks while it lives, the names of the blocks of shared memory, and one
+that exists once the trainer asks the engine to end."""
 _MAX_PARENT = 44
 """Characters of the folder's parent. A Unix socket's path has at most 107, of which vLLM's name takes 37 and the
 folder's own name 26."""
@@ -44,10 +45,20 @@ class EngineFolder:
             self._blocks.update(blocks)
             (self.path / _BLOCKS).write_text("\n".join(sorted(self._blocks)))
 
+    def request_end(self) -> None:
+        """Let the engine's processes obey SIGTERM, see lifetime.ignore_signals_of_others."""
+        with suppress(OSError):
+            (self.path / _END).touch()
+
     def remove(self) -> None:
         """Remove the folder, and the blocks of shared memory that are left."""
         remove_folder(self.path)
         os.close(self._lock)
+
+
+def is_end_requested(path: Path) -> bool:
+    """Return whether the trainer has asked the engine to end, or has removed the engine's folder."""
+    return (path / _END).exists() or not path.exists()
 
 
 def remove_folder(path: Path) -> None:

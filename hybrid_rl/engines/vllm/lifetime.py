@@ -4,13 +4,17 @@ import logging
 import multiprocessing
 import os
 import select
+import signal
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
-from hybrid_rl.engines.vllm.folder import remove_folder
+from hybrid_rl.engines.vllm.folder import is_end_requested, remove_folder
 from hybrid_rl.engines.vllm.shared_memory import mapped_shared_memory, remove_shared_memory
 
 TRAINER_PID, FOLDER, REPORT = "HYBRID_RL_TRAINER_PID", "HYBRID_RL_ENGINE_FOLDER", "HYBRID_RL_ENDED_WORKERS"
@@ -56,6 +60,38 @@ def _end() -> None:
     if FOLDER in os.environ:
         remove_folder(Path(os.environ[FOLDER]))
     os._exit(1)
+
+
+def ignore_signals_in_worker() -> None:
+    """Ignore SIGTERM and SIGINT in a worker process, which the core process ends by a pipe or by SIGKILL.
+
+    A terminal or a job manager may signal every process of a run. The trainer decides then what becomes of the engine,
+    which it may need for a last checkpoint; and a core process reports a worker that ends in many lines.
+    """
+    trainer = int(os.environ.get(TRAINER_PID, os.getpid()))
+    if trainer not in (os.getpid(), os.getppid()) and threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+
+
+def ignore_signals_of_others() -> None:
+    """Let the core process obey SIGTERM and SIGINT only if the trainer has asked it to end; see above.
+
+    Called in its main thread, after vLLM has set its own handlers.
+    """
+    if FOLDER in os.environ:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _on_request(signal.getsignal(number)))
+
+
+def _on_request(handler: Any) -> Callable[[int, FrameType | None], None]:
+    """Return a handler that calls the given one if the trainer has asked the engine to end."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if callable(handler) and is_end_requested(Path(os.environ[FOLDER])):
+            handler(number, frame)
+
+    return handle
 
 
 def report_ended_workers() -> None:

@@ -15,7 +15,7 @@ request arrives would decide which ones are computed together, and with that the
 import time
 from typing import Any
 
-from hybrid_rl.engines.vllm.lifetime import end_with_trainer, report_ended_workers
+from hybrid_rl.engines.vllm.lifetime import end_with_trainer, ignore_signals_of_others, report_ended_workers
 from hybrid_rl.engines.vllm.signals import handle_sigterm_in_thread
 
 LOGPROBS = "hybrid_rl_logprobs"
@@ -137,6 +137,7 @@ class EngineScheduler:
 
     def __new__(cls, **arguments: Any) -> Any:
         """Return the scheduler, after the core process has begun to watch its workers and signals."""
+        ignore_signals_of_others()
         handle_sigterm_in_thread()
         report_ended_workers()
         return whole_response_scheduler(**arguments)

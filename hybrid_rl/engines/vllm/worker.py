@@ -14,7 +14,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from hybrid_rl.engines.vllm.arguments import LOAD_FORMAT
-from hybrid_rl.engines.vllm.lifetime import end_with_trainer
+from hybrid_rl.engines.vllm.lifetime import end_with_trainer, ignore_signals_in_worker
 from hybrid_rl.weights.bucket import AliasedWeights, Slot, copy_tensors, open_ipc_bucket
 from hybrid_rl.weights.routes import Routes
 
@@ -154,5 +154,6 @@ class WorkerExtension:
 
 register_model_loader(LOAD_FORMAT)(AliasLoader)
 end_with_trainer()
+ignore_signals_in_worker()
 if not torch.cuda.is_available():
     keep_cpu_weights_plain()
