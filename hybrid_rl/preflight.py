@@ -19,6 +19,7 @@ from hybrid_rl.distributed import World
 from hybrid_rl.machine.disk import check_space, check_temporary_folder, check_writable, folder_bytes
 from hybrid_rl.machine.gpus import check_gpu, check_torch_build
 from hybrid_rl.machine.host import check_buckets, check_memory, check_open_files, why_little_shared_memory
+from hybrid_rl.machine.hub import use_cache_if_unreachable
 from hybrid_rl.machine.network import check_loopback
 from hybrid_rl.machine.packages import check_compilers, check_packages
 from hybrid_rl.memory.tenants import check_pool, uses_pool
@@ -150,6 +151,8 @@ def _prepare_in(folder: RunFolder | None, config: Config, site: Site, checks: Ch
     )
     _check_machine(checks, config, site)
     checks.run(lambda: _check_device(config, site))
+    models = config.models
+    use_cache_if_unreachable(filter(None, (models.actor, models.critic, models.reference, models.reward)))
     data = checks.run(lambda: load_data(config, site.world))
     shapes = checks.run(lambda: read_shapes(config))
     plan = checks.run(lambda: plan_run(config, shapes, site.machine, is_cpu=site.is_cpu)) if shapes else None
