@@ -13,6 +13,11 @@ class ProcessState:
     """R running, S sleeping, D waiting for a device, T stopped, t traced, Z ended."""
     started: int
     """Time of its start, by which a later process with the same id differs."""
+    pid: int = 0
+    parent: int = 0
+    """Id of the parent process."""
+    cpu_s: float = 0.0
+    """Seconds of CPU time, without its children's."""
 
     @property
     def has_ended(self) -> bool:
@@ -32,7 +37,8 @@ def read_state(pid: int) -> ProcessState | None:
     except OSError:
         return None
     fields = text[text.rindex(")") + 2 :].split()  # the name before may contain spaces and parentheses
-    return ProcessState(letter=fields[0], started=int(fields[19]))
+    cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return ProcessState(letter=fields[0], started=int(fields[19]), pid=pid, parent=int(fields[1]), cpu_s=cpu_s)
 
 
 def machine_id() -> str:

@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from hybrid_rl.config import RolloutConfig
+from hybrid_rl.distributed.processes import read_state
 from hybrid_rl.engines import Sampling
 from hybrid_rl.engines.vllm.engine import VllmEngine
-from hybrid_rl.engines.vllm.processes import descendants, read_stat
+from hybrid_rl.engines.vllm.processes import descendants
 from hybrid_rl.errors import EngineLostError
 from hybrid_rl.weights.bucket import IpcBucket, bucket_bytes, joint_handle, plan_buckets
 from tests.programs import PATHS
@@ -81,7 +82,7 @@ class Engine:
         self.buckets = [IpcBucket(bucket_bytes(self.plan), CPU) for _ in range(num_workers)]
         self.vllm.open_bucket(joint_handle({f"cpu {i}": b.handle() for i, b in enumerate(self.buckets)}), self.plan)
         self.tensors = tensors
-        self.core, *self.workers = [stat.pid for stat in self.vllm._processes.running()]
+        self.core, *self.workers = [state.pid for state in self.vllm._processes.running()]
 
     def sync(self) -> None:
         for index, slots in enumerate(self.plan):
@@ -173,12 +174,12 @@ def test_an_idle_engine_closes_when_it_is_stopped(start):
     assert engine.close() < 15
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_four_workers_share_the_weights_and_one_is_lost(start, number):
-    engine = start(num_workers=4, stall_timeout_s=10.0)
-    assert len(engine.workers) == 4
+@pytest.mark.parametrize("num_workers, number", [(4, signal.SIGKILL), (2, signal.SIGSTOP)], ids=["killed", "stopped"])
+def test_workers_share_the_weights_and_one_is_lost(start, num_workers, number):
+    engine = start(num_workers=num_workers, stall_timeout_s=10.0)
+    assert len(engine.workers) == num_workers
     engine.sync()
-    lost = engine.workers[2]
+    lost = engine.workers[1]
     signal_later(lost, number, 0.3)
     sentence, seconds = generate_until_lost(engine)
     words = "was killed by SIGKILL (exit code -9" if number == signal.SIGKILL else "is stopped"
@@ -195,7 +196,7 @@ from hybrid_rl.engines.vllm.engine import VllmEngine
 if __name__ == "__main__":
     config = RolloutConfig(kv_cache_memory_bytes=64 << 20, max_num_seqs=16)
     settings = {"dtype": torch.float32, "max_model_len": 64, "can_sleep": False, "seed": 0, "stall_timeout_s": 20.0}
-    VllmEngine(sys.argv[1], config, **settings)
+    VllmEngine(sys.argv[1], config, gpus=["cpu"] * int(sys.argv[2]), **settings)
     print("started", flush=True)
     import time
     time.sleep(600)
@@ -204,24 +205,48 @@ if __name__ == "__main__":
 
 def engine_processes_of(trainer: int) -> list[int]:
     """Return the ids of the processes that a trainer has started and that load vLLM."""
-    return [stat.pid for stat in descendants([trainer]) if "spawn_main" in text_of(Path(f"/proc/{stat.pid}/cmdline"))]
+    return [state.pid for state in descendants([trainer]) if "spawn_main" in text_of(Path(f"/proc/{stat.pid}/cmdline"))]
 
 
 @pytest.fixture
-def trainer(tiny: Path, temporary: Path, tmp_path: Path) -> Iterator[subprocess.Popen]:
-    """A trainer in a process of its own, whose engine starts."""
+def start_trainer(tiny: Path, temporary: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
+    """Return a function that starts a trainer in a process and a group of its own; its engine starts."""
     program = tmp_path / "start.py"
     program.write_text(START)
-    process = subprocess.Popen(
-        [sys.executable, str(program), str(tiny / "policy")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, **PATHS},
-    )
-    yield process
-    process.kill()
-    process.communicate()
+    trainers = []
+
+    def make(num_workers: int = 0) -> subprocess.Popen:
+        process = subprocess.Popen(
+            [sys.executable, str(program), str(tiny / "policy"), str(num_workers)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **PATHS},
+            start_new_session=True,
+        )
+        trainers.append(process)
+        return process
+
+    yield make
+    for process in trainers:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def trainer(start_trainer: Callable[..., subprocess.Popen]) -> subprocess.Popen:
+    """A trainer whose engine has one GPU."""
+    return start_trainer()
+
+
+def test_a_signal_to_the_whole_group_prints_nothing_of_the_engine(start_trainer):
+    trainer = start_trainer(num_workers=2)
+    assert any(line == "started\n" for line in trainer.stdout)
+    engine = [state.pid for state in descendants([trainer.pid])]
+    assert len(engine) >= 4
+    os.killpg(trainer.pid, signal.SIGTERM)
+    output, _ = trainer.communicate(timeout=60)
+    assert (trainer.returncode, output) == (-signal.SIGTERM, "")
 
 
 @pytest.mark.parametrize("is_started", [False, True], ids=["starting", "started"])
@@ -235,7 +260,7 @@ def test_a_killed_trainer_takes_its_engine_with_it(trainer, is_started):
         time.sleep(2.0)
     trainer.kill()
     deadline = time.monotonic() + LEFT_S
-    while any((stat := read_stat(pid)) and stat.state != "Z" for pid in engines):
+    while any((state := read_state(pid)) and not state.has_ended for pid in engines):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from hybrid_rl.distributed.processes import read_state
 from hybrid_rl.engines.vllm import watch as watch_module
 from hybrid_rl.engines.vllm.folder import EngineFolder
 from hybrid_rl.engines.vllm.lifetime import FOLDER, REPORT, ignore_signals_of_others, report_ended_workers
-from hybrid_rl.engines.vllm.processes import EngineProcesses, how_it_ended, read_stat
+from hybrid_rl.engines.vllm.processes import EngineProcesses, how_it_ended
 from hybrid_rl.engines.vllm.watch import EngineWatch
 from hybrid_rl.errors import EngineLostError
 
@@ -175,8 +176,8 @@ def test_the_whole_tree_of_an_engine_that_ignores_sigterm_is_killed(tmp_path):
     assert {stat.pid for stat in processes.running()} == {core.pid, child}
     assert processes.end(0.3)
     assert core.exitcode == -signal.SIGKILL and processes.running() == []
-    stat = read_stat(child)
-    assert stat is None or stat.state == "Z"
+    stat = read_state(child)
+    assert stat is None or stat.has_ended
     processes.close()
 
 

@@ -122,7 +122,7 @@ class VllmEngine:
         """Return the seconds of CPU time of all processes; None while one is stopped."""
         self._folder.record(self._processes.shared_memory())
         running = self._processes.running()
-        return None if any(stat.is_stopped for stat in running) else int(sum(stat.cpu_s for stat in running))
+        return None if any(state.is_stopped for state in running) else int(sum(state.cpu_s for state in running))
 
     def generate(
         self, prompts: Sequence[list[int]], sampling: Sampling, seeds: Sequence[int] | None
@@ -237,7 +237,7 @@ class VllmEngine:
     def _give_bucket_back(self) -> None:
         """Let an idle engine unmap the bucket: no CUDA IPC handle may be open when its exporter ends."""
         self._watch.stall_timeout_s = min(self._watch.stall_timeout_s, _CALL_LIMIT_S)
-        if self._watch.is_broken or any(stat.is_stopped for stat in self._processes.running()):
+        if self._watch.is_broken or any(state.is_stopped for state in self._processes.running()):
             return
         with suppress(Exception):  # an error of a copy was raised when the weight sync finished
             self._copies.wait()

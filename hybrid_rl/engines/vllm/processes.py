@@ -7,10 +7,9 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 
+from hybrid_rl.distributed.processes import ProcessState, read_state
 from hybrid_rl.engines.vllm.shared_memory import mapped_shared_memory
 
 _POLL_S = 0.05
@@ -19,43 +18,13 @@ _KILL_LIMIT_S = 10.0
 """Time in which the kernel ends a process that was killed, unless the process waits for a disk or a driver."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProcessStat:
-    """State of a process from /proc."""
-
-    pid: int
-    parent: int
-    state: str
-    """Letter of the state: R running, S sleeping, D waiting for a device, T stopped, t traced, Z ended."""
-    cpu_s: float
-    started: int
-    """Time of its start, by which a later process with the same id differs."""
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a signal or a debugger has stopped the process."""
-        return self.state in "Tt"
-
-
-def read_stat(pid: int) -> ProcessStat | None:
-    """Return the state of a process; None if there is none with that id."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = text[text.rindex(")") + 2 :].split()  # the name before may contain spaces and parentheses
-    ticks = int(fields[11]) + int(fields[12])
-    cpu_s = ticks / os.sysconf("SC_CLK_TCK")
-    return ProcessStat(pid=pid, parent=int(fields[1]), state=fields[0], cpu_s=cpu_s, started=int(fields[19]))
-
-
-def descendants(pids: Sequence[int]) -> list[ProcessStat]:
+def descendants(pids: Sequence[int]) -> list[ProcessState]:
     """Return the processes with these ids and all that they have started, as far as they run."""
-    stats = [stat for name in os.listdir("/proc") if name.isdigit() and (stat := read_stat(int(name)))]
-    found = [stat for stat in stats if stat.pid in pids]
+    states = [state for name in os.listdir("/proc") if name.isdigit() and (state := read_state(int(name)))]
+    found = [state for state in states if state.pid in pids]
     for parent in found:
-        found += [stat for stat in stats if stat.parent == parent.pid and stat not in found]
-    return [stat for stat in found if stat.state not in "ZX"]
+        found += [state for state in states if state.parent == parent.pid and state not in found]
+    return [state for state in found if not state.has_ended]
 
 
 def how_it_ended(exit_code: int | None) -> str:
@@ -84,7 +53,7 @@ class EngineProcesses:
 
     @property
     def report_path(self) -> str:
-        """File to which the core process writes how its workers ended, see signals.report_ended_workers."""
+        """File to which the core process writes how its workers ended, see lifetime.report_ended_workers."""
         return f"/proc/{os.getpid()}/fd/{self._report}"
 
     @property
@@ -97,8 +66,8 @@ class EngineProcesses:
     def watch_workers(self, pids: Sequence[int]) -> None:
         """Watch the worker processes with these ids, too."""
         cores = [core.pid for core in self.cores]
-        stats = [read_stat(pid) for pid in pids if pid not in cores]
-        self._workers = {stat.pid: stat.started for stat in stats if stat}
+        states = [read_state(pid) for pid in pids if pid not in cores]
+        self._workers = {state.pid: state.started for state in states if state}
 
     def ended(self) -> list[tuple[int, int | None]]:
         """Return id and exit code of the processes that have ended, first the ones that a signal has killed."""
@@ -114,14 +83,14 @@ class EngineProcesses:
         text = os.pread(self._report, 1 << 16, 0).decode()
         return {int(pid): int(code) for pid, code in re.findall(r"^(\d+) (-?\d+)$", text, re.MULTILINE)}
 
-    def running(self) -> list[ProcessStat]:
+    def running(self) -> list[ProcessState]:
         """Return the processes that run, with all that they have started, the core process first."""
         workers = [pid for pid, started in self._workers.items() if _runs(pid, started)]
         return descendants([*(core.pid for core in self.cores if core.exitcode is None), *workers])
 
     def shared_memory(self) -> set[str]:
         """Return the names of the blocks of shared memory that the processes use among themselves."""
-        names = [mapped_shared_memory(stat.pid) for stat in self.running()]
+        names = [mapped_shared_memory(state.pid) for state in self.running()]
         return set().union(*names) - mapped_shared_memory(os.getpid())
 
     def end(self, limit_s: float) -> bool:
@@ -139,11 +108,11 @@ class EngineProcesses:
             is_late = time.monotonic() > deadline
             if time.monotonic() > deadline + _KILL_LIMIT_S:
                 break
-            for stat in running:
-                if is_late or stat.is_stopped:
+            for state in running:
+                if is_late or state.is_stopped:
                     is_killed = True
                     with suppress(ProcessLookupError):
-                        os.kill(stat.pid, signal.SIGKILL)
+                        os.kill(state.pid, signal.SIGKILL)
             time.sleep(_POLL_S)
         for core in self.cores:
             core.join(_POLL_S)
@@ -155,11 +124,11 @@ class EngineProcesses:
 
 
 def _runs(pid: int, started: int) -> bool:
-    stat = read_stat(pid)
-    return stat is not None and stat.started == started and stat.state not in "ZX"
+    state = read_state(pid)
+    return state is not None and state.started == started and not state.has_ended
 
 
-def _still(running: Sequence[ProcessStat]) -> list[ProcessStat]:
+def _still(running: Sequence[ProcessState]) -> list[ProcessState]:
     """Return the new state of those of the processes that still run."""
-    pairs = [(old, read_stat(old.pid)) for old in running]
-    return [new for old, new in pairs if new and new.started == old.started and new.state not in "ZX"]
+    pairs = [(old, read_state(old.pid)) for old in running]
+    return [new for old, new in pairs if new and new.started == old.started and not new.has_ended]
