@@ -205,7 +205,9 @@ if __name__ == "__main__":
 
 def engine_processes_of(trainer: int) -> list[int]:
     """Return the ids of the processes that a trainer has started and that load vLLM."""
-    return [state.pid for state in descendants([trainer]) if "spawn_main" in text_of(Path(f"/proc/{stat.pid}/cmdline"))]
+    return [
+        state.pid for state in descendants([trainer]) if "spawn_main" in text_of(Path(f"/proc/{state.pid}/cmdline"))
+    ]
 
 
 @pytest.fixture

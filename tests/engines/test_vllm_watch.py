@@ -173,11 +173,11 @@ def test_the_whole_tree_of_an_engine_that_ignores_sigterm_is_killed(tmp_path):
     while not path.exists() or not path.read_text():
         time.sleep(0.05)
     child = int(path.read_text())
-    assert {stat.pid for stat in processes.running()} == {core.pid, child}
+    assert {state.pid for state in processes.running()} == {core.pid, child}
     assert processes.end(0.3)
     assert core.exitcode == -signal.SIGKILL and processes.running() == []
-    stat = read_state(child)
-    assert stat is None or stat.has_ended
+    state = read_state(child)
+    assert stat is None or state.has_ended
     processes.close()
 
 

@@ -143,7 +143,7 @@ class EngineWatch:
     def _who_stalls(self, limit_s: float) -> str:
         """Return which process is stopped or does not respond, as the start of a sentence."""
         running = self._processes.running()
-        stopped = [stat for state in running if state.is_stopped]
+        stopped = [state for state in running if state.is_stopped]
         pid = (stopped or running)[0].pid if running else "unknown"
         is_what = "is stopped (SIGSTOP or a debugger)" if stopped else "does not respond"
         return (
