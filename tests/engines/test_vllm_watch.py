@@ -177,7 +177,7 @@ def test_the_whole_tree_of_an_engine_that_ignores_sigterm_is_killed(tmp_path):
     assert processes.end(0.3)
     assert core.exitcode == -signal.SIGKILL and processes.running() == []
     state = read_state(child)
-    assert stat is None or state.has_ended
+    assert state is None or state.has_ended
     processes.close()
 
 

@@ -107,7 +107,7 @@ def report_ended_workers() -> None:
     def watch() -> None:
         while workers:
             for sentinel in wait(list(workers)):
-                worker = workers.pop(sentinel)  # type: ignore[call-overload]
+                worker = workers.pop(sentinel)  # type: ignore[arg-type]
                 file.write(f"{worker.pid} {_exit_code(worker)}\n")
 
     threading.Thread(target=watch, name="report_ended_workers", daemon=True).start()

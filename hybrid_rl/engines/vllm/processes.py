@@ -71,11 +71,13 @@ class EngineProcesses:
 
     def ended(self) -> list[tuple[int, int | None]]:
         """Return id and exit code of the processes that have ended, first the ones that a signal has killed."""
-        codes = {core.pid: core.exitcode for core in self.cores if core.exitcode is not None}
+        codes: dict[int, int | None] = {
+            core.pid or 0: core.exitcode for core in self.cores if core.exitcode is not None
+        }
         gone = [pid for pid, started in self._workers.items() if not _runs(pid, started)]
         if gone:
             reported = self._reported()
-            codes |= {pid: reported.get(pid) for pid in gone}
+            codes.update({pid: reported.get(pid) for pid in gone})
         return sorted(codes.items(), key=lambda item: (item[1] is None, item[1] or 0))
 
     def _reported(self) -> dict[int, int]:
@@ -86,7 +88,7 @@ class EngineProcesses:
     def running(self) -> list[ProcessState]:
         """Return the processes that run, with all that they have started, the core process first."""
         workers = [pid for pid, started in self._workers.items() if _runs(pid, started)]
-        return descendants([*(core.pid for core in self.cores if core.exitcode is None), *workers])
+        return descendants([*(core.pid or 0 for core in self.cores if core.exitcode is None), *workers])
 
     def shared_memory(self) -> set[str]:
         """Return the names of the blocks of shared memory that the processes use among themselves."""
