@@ -170,8 +170,8 @@ class WorkerProcess:
         if has_ended:
             self._lose(self._how_it_ended())
         elif time.monotonic() >= self.deadline:
-            limit = f"reward.timeout_s = {self._settings.timeout_s}" if self._is_ready else f"{START_TIMEOUT_S:g} s"
-            self._lose(f"took longer than {limit}")
+            limit_s, of_response = START_TIMEOUT_S, f"took longer than reward.timeout_s = {self._settings.timeout_s}"
+            self._lose(of_response if self._is_ready else f"took longer than {limit_s:g} s")
         elif self._exceeds_memory():
             self._lose(f"held more than reward.memory_limit_bytes = {self._settings.memory_limit_bytes}")
 
