@@ -5,14 +5,10 @@ prompts omit the last letter, so that the policy answers short prompts right and
 trained on pairs of a right and a wrong response. PPO then improves the policy with the scores of the reward model.
 """
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import random
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -28,12 +24,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from hybrid_rl.atomic import flush_tree
 from hybrid_rl.config import Config
+from hybrid_rl.scratch import scratch_folder
 
 LETTERS = list("abcdefghijkl")
 VOCABULARY = ["<pad>", "<bos>", "<eos>", "<unk>", "sort", ":", *LETTERS]
 PAD, BOS, EOS = range(3)
 MAX_RESPONSE_TOKENS = 8
-SCRATCH_PREFIX = ".building-"
 PLACEHOLDERS = ["demo:policy", "demo:reward", "demo:train", "demo:heldout"]
 
 T = TypeVar("T")
@@ -321,43 +317,6 @@ def reproducible(seed: int) -> Iterator[None]:
             yield
         finally:
             torch.set_num_threads(num_threads)
-
-
-@contextmanager
-def scratch_folder(parent: Path) -> Iterator[Path]:
-    """Yield a new folder that is deleted afterwards, and delete those of processes that were killed.
-
-    A process locks its folder, and the kernel unlocks it however the process ends. Only one process at a time creates
-    folders and looks for unlocked ones.
-    """
-    with contextlib.ExitStack() as stack:
-        with _locked(parent, waits=True):
-            for left in parent.glob(f"{SCRATCH_PREFIX}*"):
-                with _locked(left) as is_dead:
-                    if is_dead:
-                        shutil.rmtree(left, ignore_errors=True)
-            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=parent)))
-            stack.enter_context(_locked(scratch))
-        yield scratch
-
-
-@contextmanager
-def _locked(folder: Path, *, waits: bool = False) -> Iterator[bool]:
-    """Lock a folder in the body, and yield whether it is locked: not if another process has, or without locks."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except FileNotFoundError:
-        yield False
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-        is_locked = True
-    except OSError:
-        is_locked = False
-    try:
-        yield is_locked
-    finally:
-        os.close(descriptor)
 
 
 def build_demo(cache_dir: Path, *, seed: int = 0, report: Callable[[str], None] = print) -> DemoPaths:

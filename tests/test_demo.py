@@ -18,6 +18,7 @@ from transformers import (
 from hybrid_rl import demo
 from hybrid_rl.config import Config, ModelsConfig, PromptsConfig
 from hybrid_rl.demo import DemoPaths, DemoSettings, Example, build_demo, resolve_demo
+from hybrid_rl.scratch import scratch_folder
 
 
 def refuse(line: str) -> None:
@@ -74,7 +75,7 @@ def test_a_build_deletes_the_folders_of_killed_ones_and_leaves_those_of_others_a
         receiver, sender = os.pipe()
         pid = os.fork()
         if pid == 0:
-            with demo.scratch_folder(tmp_path) as folder:
+            with scratch_folder(tmp_path) as folder:
                 os.write(sender, str(folder).encode())
                 signal.pause()
         return pid, Path(os.read(receiver, 4096).decode())
@@ -84,11 +85,11 @@ def test_a_build_deletes_the_folders_of_killed_ones_and_leaves_those_of_others_a
     assert {left, kept} == set(tmp_path.iterdir())
     os.kill(killed, signal.SIGKILL)
     os.waitpid(killed, 0)
-    with demo.scratch_folder(tmp_path) as mine:
+    with scratch_folder(tmp_path) as mine:
         assert {kept, mine} == set(tmp_path.iterdir())
     os.kill(building, signal.SIGKILL)
     os.waitpid(building, 0)
-    with demo.scratch_folder(tmp_path):
+    with scratch_folder(tmp_path):
         pass
     assert not list(tmp_path.iterdir())
 

@@ -46,7 +46,8 @@ ROOMS: dict[str, set[str]] = {
     "engines": {"config", "errors", "batch", "distributed", "checkpoints", "machine", "memory", "models", "weights"},
     "planning": {"config", "errors", "distributed", "validate", "memory", "models", "weights"},
     "steps": {*BASE, "algorithms", "algorithms.specs", "checkpoints", "memory", "models", "weights", "engines"},
-    "demo": {"config", "atomic"},
+    "demo": {"config", "atomic", "scratch"},
+    "scratch": set(),
 }
 """Room (or module of the spine) -> the rooms that it may import besides itself."""
 ROOMS |= {name: {*ROOMS, *SPINE} for name in SPINE}

@@ -1,6 +1,7 @@
 """The export is an ordinary model folder."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -9,9 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from hybrid_rl.checkpoints import export
 from hybrid_rl.config import ConfigError
+from hybrid_rl.errors import FileWriteError
 from hybrid_rl.models.exporting import check_export
 from hybrid_rl.models.tokenizer import eos_token_ids, load_tokenizer
 from tests.checkpoints.conftest import make_actor, weights
+from tests.disks import a_full_disk
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -98,3 +101,42 @@ def test_what_cannot_be_exported_is_found_before_a_model_loads(tiny):
     config.temperature = 0.5  # transformers saves no config with a parameter of generation
     with pytest.raises(ConfigError, match=r"x: config.json cannot be saved again, .*generation parameters"):
         check_export(config, tokenizer, where="models.actor = x")
+
+
+def test_a_full_disk_is_named_by_the_export_and_the_earlier_one_stays(tmp_path, tiny, world, train_step):
+    actor, tokenizer = make_actor(tiny / "policy", world, 1), load_tokenizer(str(tiny / "policy"))
+    folder = tmp_path / "export"
+    export.export(folder, actor, tokenizer, world)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    train_step(actor)
+    for num_bytes in (0, 5000):  # config.json does not fit; the weights do not
+        with a_full_disk(num_bytes), pytest.raises(FileWriteError) as failed:
+            export.export(folder, actor, tokenizer, world)
+        assert str(failed.value).startswith(f"{folder} cannot be written (")
+        assert "File too large" in str(failed.value)
+        assert [path.name for path in tmp_path.iterdir()] == ["export"]
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    export.export(folder, actor, tokenizer, world)
+    assert (folder / "model.safetensors").read_bytes() != before["model.safetensors"]
+
+
+def test_an_export_is_on_the_disk_before_it_replaces_the_earlier_one(tmp_path, tiny, world, monkeypatch):
+    events: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: events.append(("flush", os.readlink(f"/proc/self/fd/{fd}"))) or fsync(fd)
+    )
+    monkeypatch.setattr(os, "rename", lambda a, b: events.append(("rename", str(b))) or rename(a, b))
+    actor, tokenizer = make_actor(tiny / "policy", world, 1), load_tokenizer(str(tiny / "policy"))
+    for name in ("export", "best"):
+        events.clear()
+        folder = tmp_path / name
+        if name == "export":
+            export.export(folder, actor, tokenizer, world)
+        else:
+            export.export_best(folder, actor, tokenizer, world, accuracy=0.5, step=1, run_id="a")
+        is_there = events.index(("rename", str(folder)))
+        partial = folder.with_name(f".partial-{name}")
+        expected = {("flush", str(partial / path.name)) for path in folder.iterdir()} | {("flush", str(partial))}
+        assert len(expected) > 4 and expected <= set(events[:is_there])
+        assert ("flush", str(tmp_path)) in events[is_there:]
