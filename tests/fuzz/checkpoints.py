@@ -185,7 +185,6 @@ def check_metrics_file(rng: random.Random, folder: Path) -> None:
     rows = [{"step": step, "loss": step / 8} for step in range(1, rng.randint(2, 6))]
     for row in rows:
         writer.write(row["step"], {"loss": row["loss"]})
-    writer.close()
     path = folder / "metrics.jsonl"
     data = path.read_bytes()
     kind = rng.choice([None, "cut", "garbage line", "binary", "empty", "no step", "list"])
