@@ -38,6 +38,7 @@ TRANSLATED = {
     "openrlhf": "OpenRLHF's train_ppo_ray",
     "coati": "ColossalChat's train_ppo.py, train_grpo.py or train_prompts_on_ray.py",
     "verl": "verl's main_ppo",
+    "trl": "TRL's grpo, or a YAML file of it",
 }
 """System -> its programs, for the help of `--from-<system>`."""
 

@@ -32,6 +32,11 @@ def finite(text: str) -> float:
     return float(text)
 
 
+def optional(text: str) -> float | None:
+    """Return a number, or None for the word `none` or `null`."""
+    return None if text.lower() in ("none", "null") else finite(text)
+
+
 def truth(text: str) -> bool:
     """Return a truth value, as Transformers and Hydra write it."""
     if text.lower() not in TRUE + FALSE:
@@ -39,7 +44,15 @@ def truth(text: str) -> bool:
     return text.lower() in TRUE
 
 
-KINDS = {int: "a whole number", count: "a whole number above 0", finite: "a number", truth: "true or false"}
+KINDS = {
+    int: "a whole number",
+    count: "a whole number above 0",
+    finite: "a number",
+    optional: "a number or none",
+    truth: "true or false",
+    bool: "true or false",
+    str: "a text",
+}
 
 
 def find_program(programs: Sequence[Program], lines: Sequence[list[str]]) -> tuple[Program, list[str], int | None]:
@@ -224,6 +237,8 @@ def _num_processes(launcher: Sequence[str]) -> int | None:
 def _value(argument: Argument, name: str, words: Sequence[str | None], *, takes_truth: bool) -> Any:
     """Return the value of an argument; a flag may have a truth value as its value if `takes_truth`."""
     number, parse = argument.num_values, argument.parse
+    if argument.effect == "moot" and takes_truth:
+        return list(words)
     if parse is bool and words and takes_truth:
         number, parse = 1, truth
     wanted = {0: "no value", None: "one value or more"}.get(number, f"{number} values" if number != 1 else "one value")
@@ -231,7 +246,8 @@ def _value(argument: Argument, name: str, words: Sequence[str | None], *, takes_
     if number == 0:
         return True
     if list(words) == [None]:
-        check(argument.default is None, f"{name} null: must be {KINDS.get(parse, 'a text')}")
+        is_allowed = argument.default is None or parse is optional
+        check(is_allowed, f"{name} null: must be {KINDS.get(parse, 'a text')}")
         return None
     values = [_parsed(parse, name, word) for word in words]
     for item in values:
