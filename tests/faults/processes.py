@@ -30,6 +30,10 @@ class MissedError(Exception):
     """The run has passed the moment of the fault before it was met."""
 
 
+class EndedError(Exception):
+    """The run has ended before the fault was met."""
+
+
 class LiveRun:
     """A run that goes on, seen through its files."""
 
@@ -41,13 +45,13 @@ class LiveRun:
         """Wait until something holds.
 
         Raises:
-            MissedError: the command ends first.
+            EndedError: the command ends first.
             TimeoutError: the time is over.
         """
         deadline = time.monotonic() + limit_s
         while not is_reached():
             if not self.is_running():
-                raise MissedError(f"the run ended before: {what}")
+                raise EndedError(f"the run ended before: {what}")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not seen in {limit_s:g} s: {what}")
             time.sleep(0.001)

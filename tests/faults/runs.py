@@ -58,7 +58,7 @@ def settings_of(site: Site, kind: str, changes: Mapping[str, Any]) -> dict[str, 
         "rollout.max_num_seqs": 16,
         "reward.functions": [f"{site.folder / 'scorer.py'}:judged"],
         "reward.timeout_s": 4.0,
-        "reward.num_workers": 2,
+        "reward.num_workers": 1,
         "reward.remote_urls": [site.url],
         "reward.remote_timeout_s": 4.0,
         "reward.remote_retries": 1,
@@ -140,7 +140,7 @@ class FaultyRuns:
             except BaseException:
                 with suppress(ProcessLookupError):
                     os.kill(run.program.pid, signal.SIGKILL)
-                self._server.wait(LIMIT_S)
+                print(self._server.wait(LIMIT_S).output[-3000:])
                 raise
             finally:
                 traces.close()

@@ -19,7 +19,7 @@ def judged(prompt, response):
     """Return a score that depends on the response alone; a file shows which process works."""
     mark = Path(__file__).parent / f"scoring_{os.getpid()}"
     mark.touch()
-    time.sleep(0.3)
+    time.sleep(0.1)
     mark.unlink()
     return float(len(response) % 3)
 '''

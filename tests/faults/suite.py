@@ -15,6 +15,7 @@ from pathlib import Path
 from tests.faults.cases import Case, Ends, Outcome
 from tests.faults.judging import faults_of
 from tests.faults.process_cases import CASES
+from tests.faults.processes import EndedError, MissedError
 from tests.faults.runs import FaultyRuns
 from tests.programs import running_fork_servers
 
@@ -43,6 +44,15 @@ def row_of(case: Case, outcome: Outcome, faults: Sequence[str]) -> dict[str, str
     }
 
 
+def judge(runs: FaultyRuns, case: Case) -> tuple[Outcome, list[str]]:
+    """Run a case, and return its outcome and what is not as expected; a fault that no process met is not, either."""
+    try:
+        outcome = runs.run(case)
+    except (MissedError, EndedError, TimeoutError) as error:
+        return Outcome(seconds=0.0, code=0, output="", leftovers=[], open_ports=[], differences=[]), [str(error)]
+    return outcome, faults_of(outcome, case.expected)
+
+
 def main() -> None:
     """Run the cases; exit with code 1 if a run did not end as expected."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -62,8 +72,7 @@ def main() -> None:
         writer.writeheader()
         try:
             for number, case in enumerate(cases, 1):
-                outcome = runs.run(case)
-                faults = faults_of(outcome, case.expected)
+                outcome, faults = judge(runs, case)
                 num_unexpected += bool(faults)
                 writer.writerow(row_of(case, outcome, faults))
                 file.flush()
