@@ -45,6 +45,7 @@ class _State:
     deferral: Deferral | None = None
     is_deferred: bool = False
     is_raised: bool = False
+    last_act: Callable[[], None] | None = None
 
 
 HANDLED = (signal.SIGTERM, signal.SIGINT)
@@ -105,6 +106,12 @@ def allow_close(code: int) -> None:
         _state.deferral = None
         _state.codes[_state.received] = code
         os.write(_state.writer, b"\0")  # so that the thread waits for the new deadline
+
+
+def before_end_at_once(act: Callable[[], None]) -> None:
+    """Call a function, in another thread, before this process ends at once; without `handle_signals` no effect."""
+    if _state is not None:
+        _state.last_act = act
 
 
 def raise_if_received() -> None:
@@ -169,7 +176,11 @@ def _end_at_deadline(state: _State) -> None:
 
 def _end(state: _State, code: int, sentence: str) -> None:
     _print(state, f"error: {sentence}")
-    os._exit(code)
+    try:
+        if state.last_act:
+            state.last_act()
+    finally:
+        os._exit(code)
 
 
 def _print(state: _State, text: str) -> None:

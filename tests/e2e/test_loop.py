@@ -286,6 +286,9 @@ def test_files_of_the_run(live: Live):
     assert {path.name for path in live.dir.iterdir()} == {
         "config.yaml",
         "environment.json",
+        "heartbeat.json",
+        "history.jsonl",
+        "log.txt",
         "metrics.jsonl",
         "rollouts",
         "summary.json",
