@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 
+HANDLED = (signal.SIGTERM, signal.SIGINT)
 CLOSE_LIMIT_S = 30.0
 """How long a process that ends may take to close the engine, the scorers and the checkpoint in progress."""
 SAME_REQUEST_S = 1.0
@@ -48,7 +49,6 @@ class _State:
     last_act: Callable[[], None] | None = None
 
 
-HANDLED = (signal.SIGTERM, signal.SIGINT)
 _state: _State | None = None
 
 
