@@ -6,6 +6,7 @@ their parent: it passes on signals, ends the others when a rank has failed, and 
 
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -13,11 +14,12 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing import connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from hybrid_rl.config import Config, ConfigError
-from hybrid_rl.distributed.board import FolderBoard, print_errors
+from hybrid_rl.distributed.board import FolderBoard, own_note, print_errors
 from hybrid_rl.distributed.joining import FOLDER_VARIABLE
 from hybrid_rl.distributed.processes import read_state
 from hybrid_rl.errors import PreemptedError, RankLostError, RunError
@@ -28,6 +30,7 @@ from hybrid_rl.printable import escape_messages, print_trace
 END_LIMIT_S = 26.0
 """Seconds for the other ranks to end after one has failed, or for all after a signal."""
 POLL_S = 0.2
+SPAWN = multiprocessing.get_context("spawn")
 
 
 def run_rank(config: Config) -> None:
@@ -55,13 +58,16 @@ def run_rank(config: Config) -> None:
     signals.raise_if_received()
 
 
-def launch_ranks(config: Config, num_ranks: int, run: Callable[[Config], None] = run_rank) -> None:
+def launch_ranks(
+    config: Config, num_ranks: int, run: Callable[[Config], None] = run_rank, context: BaseContext = SPAWN
+) -> None:
     """Run one process per rank on this node, and wait for all.
 
     Args:
         config: settings of the run.
         num_ranks: at least 2.
         run: what each process does.
+        context: starts the processes.
 
     Raises:
         SystemExit: a rank has failed, or a signal has ended the run; after one sentence on stderr.
@@ -72,12 +78,20 @@ def launch_ranks(config: Config, num_ranks: int, run: Callable[[Config], None] =
         signals.defer(_deferral(config.checkpoint.grace_s))
     with tempfile.TemporaryDirectory(prefix="hybrid_rl_ranks_") as folder:
         ranks = Ranks(FolderBoard(Path(folder)))
+        signals.before_end_at_once(partial(_end_at_once, ranks, folder))
         try:
-            ranks.start([partial(_run_process, config, rank, num_ranks, folder, run) for rank in range(num_ranks)])
+            works = [partial(_run_process, config, rank, num_ranks, folder, run) for rank in range(num_ranks)]
+            ranks.start(works, context)
             ranks.wait()
         finally:
             ranks.end()
-    ranks.raise_failure()
+        ranks.raise_failure()
+
+
+def _end_at_once(ranks: "Ranks", folder: str) -> None:
+    """Kill all ranks, whose engines and scorers notice it, and delete their folder."""
+    ranks.kill()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _deferral(grace_s: float) -> signals.Deferral:
@@ -116,15 +130,15 @@ class Ranks:
             board: notes of the ranks.
         """
         self._board = board
-        self._processes: list[SpawnProcess] = []
+        self._processes: list[BaseProcess] = []
         self._failed: list[int] = []  # in the order in which they ended
 
-    def start(self, works: Sequence[Callable[[], None]]) -> None:
+    def start(self, works: Sequence[Callable[[], None]], context: BaseContext = SPAWN) -> None:
         """Start a process for each function."""
-        context = multiprocessing.get_context("spawn")
         for rank, work in enumerate(works):
-            process = context.Process(target=work, name=f"rank {rank}")
+            process = context.Process(target=work, name=f"rank {rank}")  # type: ignore[attr-defined]
             process.start()
+            self._board.write(rank, own_note(process.pid or 0, count=0, work="start"))
             self._processes.append(process)
 
     def wait(self) -> None:
@@ -149,6 +163,11 @@ class Ranks:
             connection.wait([process.sentinel for process in running], timeout=POLL_S)
         self._note_ends()
 
+    def kill(self) -> None:
+        """Kill all ranks that still run."""
+        for process in self._running():
+            process.kill()
+
     def raise_failure(self) -> None:
         """Print the errors of the ranks that have failed, each once, and raise SystemExit with the first one's code.
 
@@ -167,10 +186,11 @@ class Ranks:
         reported, code = self._board.reported(rank), process.exitcode or 0
         if reported and code == reported[1]:
             return reported
-        sentence = f"rank {rank} (pid {process.pid}) {how_it_ended(code)}"
-        return [sentence if code != 1 else f"{sentence}; its own error is above"], code if code > 0 else 128 - code
+        above = "; its own error is above" if code == 1 else ""
+        sentence = f"rank {rank} (pid {process.pid}) {how_it_ended(code)}{above}"
+        return [sentence], code if code > 0 else RankLostError.exit_code
 
-    def _running(self) -> list[SpawnProcess]:
+    def _running(self) -> list[BaseProcess]:
         return [process for process in self._processes if process.exitcode is None]
 
     def _note_ends(self) -> None:

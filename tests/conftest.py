@@ -25,6 +25,7 @@ from transformers import (
 
 from hybrid_rl.batch import Packed, Prompt, Rollout, make_train_batch, pack
 from hybrid_rl.config import Config, ModelsConfig, PromptsConfig, RewardConfig
+from hybrid_rl.distributed.joining import FOLDER_VARIABLE
 from hybrid_rl.engines import RolloutEngine
 from hybrid_rl.models.packed import packed_inputs
 from hybrid_rl.weights.bucket import IpcBucket, bucket_bytes, plan_buckets
@@ -268,11 +269,8 @@ def on_two_ranks(
 
     def run(file: str) -> list[Any]:
         folder = tmp_path_factory.mktemp("two_ranks")
-        # The ranks meet at a store that is already open, as under torch's elastic agent: a port that was found free may
-        # be another program's by the time rank 0 opens it.
-        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        common |= {**PATHS, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+        common = {FOLDER_VARIABLE: str(folder), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        common |= {**PATHS, "OMP_NUM_THREADS": "1"}
         for rank, server in enumerate(fork_servers):
             environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             server.start(file, str(folder), str(tiny), environment=environment)

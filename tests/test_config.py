@@ -272,12 +272,6 @@ def test_resume_without_a_checkpoint(start, tmp_path):
     assert sentence == f"run.resume = must: {tmp_path / 'runs' / 'demo'} has no checkpoint; use auto"
 
 
-def test_more_processes_than_visible_gpus_are_rejected(colocated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(colocated, "num_visible_gpus", lambda: 2)
-    with pytest.raises(ConfigError, match="--num_processes 4: only 2 GPUs are visible"):
-        colocated.launch(Config(), 4)
-
-
 def test_findings_are_reported_together_and_each_once() -> None:
     findings = Findings()
     assert findings.run(lambda: 3) == 3

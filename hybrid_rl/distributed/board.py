@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +12,8 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from hybrid_rl.printable import printable
+from hybrid_rl.distributed.processes import machine_id, read_state
+from hybrid_rl.printable import hide_passwords, printable
 
 INTERVAL_S = 1.0
 """Seconds between two notes of a rank."""
@@ -28,9 +30,16 @@ class Note:
     started: int
     """See ProcessState.started."""
     count: int
-    """Number of notes that it has written."""
+    """Number of notes that it has written; 0 in the note of a launcher about a rank that it has started."""
     work: str
     """What it does, such as `rollout of step 3`."""
+
+
+def own_note(pid: int, *, count: int, work: str) -> Note:
+    """Return a note about a process of this machine."""
+    state = read_state(pid)
+    started = state.started if state else 0
+    return Note(pid=pid, host=socket.gethostname(), machine=machine_id(), started=started, count=count, work=work)
 
 
 def parse_note(text: str) -> Note | None:
@@ -43,7 +52,7 @@ def parse_note(text: str) -> Note | None:
 
 def print_errors(messages: Sequence[str]) -> None:
     """Print to stderr without Python's buffer, which another thread may hold."""
-    os.write(2, "".join(f"error: {printable(message)}\n" for message in messages).encode())
+    os.write(2, "".join(f"error: {printable(hide_passwords(message))}\n" for message in messages).encode())
 
 
 class Board(Protocol):
@@ -108,9 +117,10 @@ class FolderBoard:
         return None if os.getppid() == self._parent else f"the launcher (pid {self._parent}) has ended"
 
     def report(self, rank: int, messages: Sequence[str], code: int) -> None:
-        """Keep the error for the launcher; without one, print it and delete the folder."""
+        """Keep the error for the launcher; without one, rank 0 prints it, and the folder is deleted."""
         if self.failure():
-            print_errors(messages)
+            if rank == 0:
+                print_errors(messages)
             shutil.rmtree(self._folder, ignore_errors=True)
             return
         self._replace(f"error{rank}.json", json.dumps({"messages": list(messages), "code": code}))

@@ -6,7 +6,6 @@ cut off. A rank whose main thread works, or waits for something that has a limit
 
 import ctypes
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from hybrid_rl.distributed.board import INTERVAL_S, Board, Note
+from hybrid_rl.distributed.board import INTERVAL_S, Board, Note, own_note
 from hybrid_rl.distributed.processes import ProcessState, machine_id, read_state
 from hybrid_rl.errors import RankLostError
 
@@ -106,13 +105,12 @@ class Watch:
         self._peers = [Peer(other, here=machine_id()) for other in range(size) if other != rank]
         self._stall_timeout_s = stall_timeout_s
         self._run_thread = threading.get_ident()
-        own = read_state(os.getpid())
-        self._started, self._machine = own.started if own else 0, machine_id()
         self._count = 0
         self._stopped = threading.Event()
         self._lost = threading.Event()
         self._sentence = ""
         self._is_noticed = threading.Event()
+        self._write_note()
         threading.Thread(target=self._watch, name="rank_watch", daemon=True).start()
 
     def stop(self) -> None:
@@ -129,29 +127,25 @@ class Watch:
         return RankLostError(self._sentence) if self._lost.wait(NOTICE_S) else None
 
     def _watch(self) -> None:
+        last = time.monotonic()
         while not self._stopped.wait(INTERVAL_S):
+            # A process that was stopped itself, with all others, has not waited for them in that time.
+            waited_s = min(time.monotonic() - last, 2 * INTERVAL_S)
+            last = time.monotonic()
             self._write_note()
-            sentence = self._find_loss()
+            sentence = self._find_loss(waited_s)
             if sentence:
                 self._end_rank(sentence)
                 return
 
     def _write_note(self) -> None:
         self._count += 1
-        note = Note(
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            machine=self._machine,
-            started=self._started,
-            count=self._count,
-            work=self.work,
-        )
-        self._board.write(self._rank, note)
+        self._board.write(self._rank, own_note(os.getpid(), count=self._count, work=self.work))
 
-    def _find_loss(self) -> str | None:
+    def _find_loss(self, waited_s: float) -> str | None:
         """Return the sentence about a lost rank; None if there is none."""
         for peer in self._peers:
-            loss = peer.loss(self._board, stall_timeout_s=self._stall_timeout_s)
+            loss = peer.loss(self._board, waited_s=waited_s, stall_timeout_s=self._stall_timeout_s)
             if loss:
                 return f"{loss}; rank {self._rank} waits for it in {self.work}"
         failure = self._board.failure()
@@ -198,13 +192,19 @@ class Peer:
         self._rank = rank
         self._here = here
         self._note: Note | None = None
-        self._changed_at = time.monotonic()
+        self._idle_s = 0.0
 
-    def loss(self, board: Board, *, stall_timeout_s: float) -> str | None:
-        """Return why the rank is lost, in a clause with its name; None if it is not."""
+    def loss(self, board: Board, *, waited_s: float, stall_timeout_s: float) -> str | None:
+        """Return why the rank is lost, in a clause with its name; None if it is not.
+
+        Args:
+            board: notes of all ranks.
+            waited_s: seconds since the last call.
+            stall_timeout_s: seconds without a new note after which the rank is lost.
+        """
         note = board.read(self._rank)
-        if note != self._note:
-            self._note, self._changed_at = note, time.monotonic()
+        self._idle_s = self._idle_s + waited_s if note == self._note else 0.0
+        self._note = note
         name = f"rank {self._rank}" + (f" (pid {note.pid} on {note.host})" if note else "")
         end = board.end_of(self._rank)
         if end:
@@ -214,7 +214,7 @@ class Peer:
         state = self._state(note)
         if state is None or state.has_ended:
             return f"{name} has ended"
-        if time.monotonic() - self._changed_at < stall_timeout_s:
+        if self._idle_s < stall_timeout_s or (note.count == 0 and not state.is_stopped):  # a start may take longer
             return None
         reason = "it is stopped" if state.is_stopped else "its process or its machine hangs"
         return f"{name} has made no progress for run.stall_timeout_s = {stall_timeout_s:g} s: {reason}"

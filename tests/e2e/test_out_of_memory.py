@@ -6,14 +6,13 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import yaml
 
 from hybrid_rl.config import Config
-from launch import colocated
+from launch import colocated, ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,20 +35,15 @@ def run_rank_without_memory(config: Config) -> None:
         return forward(self, *args, **inputs)
 
     Actor.forward = forward_with_hook  # type: ignore[method-assign]
-    colocated.run_rank(config)
+    ranks.run_rank(config)
 
 
 def main() -> None:
     """Run the launcher's two ranks, the second without memory, with the settings of a file."""
     config, num_processes = colocated.parse()
     colocated.choose_accelerator()
-    from torch.distributed.launcher.api import elastic_launch
-
-    def launch_ranks(agent: Any, _: object) -> elastic_launch:
-        return elastic_launch(agent, run_rank_without_memory)
-
-    with mock.patch("torch.distributed.launcher.api.elastic_launch", launch_ranks):
-        colocated.launch(colocated.prepare(config), num_processes)
+    assert num_processes
+    ranks.launch_ranks(colocated.prepare(config), num_processes, run_rank_without_memory)
 
 
 @pytest.mark.slow
