@@ -22,7 +22,14 @@ from hybrid_rl.config import ConfigError
 from hybrid_rl.errors import RewardLostError
 from hybrid_rl.rewards.environment import scorer_environment
 from hybrid_rl.rewards.messages import receive_message, send_message
-from hybrid_rl.rewards.process_tree import KILL_TIMEOUT_S, descendants, kill_descendants, kill_marked, resident_bytes
+from hybrid_rl.rewards.process_tree import (
+    KILL_TIMEOUT_S,
+    descendants,
+    is_stopped,
+    kill_descendants,
+    kill_marked,
+    resident_bytes,
+)
 from hybrid_rl.serialization import encode
 
 if TYPE_CHECKING:
@@ -81,6 +88,7 @@ class WorkerProcess:
         """Whether the process ended, or was killed at a limit, while it scored the last response."""
         self.deadline = time.monotonic() + START_TIMEOUT_S
         """Time (time.monotonic) at which the start of the process or the response counts as failed."""
+        self._memory_bytes = 0
         self._next_look = 0.0  # time at which the memory is measured again
         self._send(json.dumps([list(settings.names), settings.field]).encode())
 
@@ -90,7 +98,13 @@ class WorkerProcess:
         try:
             with worker_end:
                 process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "hybrid_rl.rewards.worker", str(worker_end.fileno())],
+                    [
+                        sys.executable,
+                        "-P",
+                        "-m",
+                        "hybrid_rl.rewards.worker",
+                        *map(str, (worker_end.fileno(), os.getpid())),
+                    ],
                     pass_fds=[worker_end.fileno()],
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,  # so that Ctrl-C does not reach the worker
@@ -136,6 +150,12 @@ class WorkerProcess:
         """Wait until one of the workers has sent something, or has to be looked at."""
         timeout_s = min(WATCH_S, *(worker.deadline - time.monotonic() for worker in workers))
         multiprocessing.connection.wait([worker._connection for worker in workers], timeout=max(0.0, timeout_s))
+        now = time.monotonic()
+        due = [worker for worker in workers if worker._settings.memory_limit_bytes and worker._next_look <= now]
+        if due:  # one pass over all processes of the machine
+            families = descendants(*(worker._process.pid for worker in due))
+            for worker, family in zip(due, families, strict=True):
+                worker._memory_bytes, worker._next_look = resident_bytes(family), now + WATCH_S
 
     def submit(self, task: int, rollout: "Rollout") -> None:
         """Send a response to the idle process; its results arrive in `results`."""
@@ -171,8 +191,9 @@ class WorkerProcess:
             self._lose(self._how_it_ended())
         elif time.monotonic() >= self.deadline:
             limit_s, of_response = START_TIMEOUT_S, f"took longer than reward.timeout_s = {self._settings.timeout_s}"
-            self._lose(of_response if self._is_ready else f"took longer than {limit_s:g} s")
-        elif self._exceeds_memory():
+            event = of_response if self._is_ready else f"took longer than {limit_s:g} s"
+            self._lose(event + " and is stopped (SIGSTOP or a debugger)" * is_stopped(self.process_id))
+        elif self._settings.memory_limit_bytes and self._memory_bytes > self._settings.memory_limit_bytes:
             self._lose(f"held more than reward.memory_limit_bytes = {self._settings.memory_limit_bytes}")
 
     def ask_to_end(self) -> None:
@@ -227,13 +248,6 @@ class WorkerProcess:
         self.results.append(message)
         if len(self.results) == len(self._settings.names):
             self.task = None
-
-    def _exceeds_memory(self) -> bool:
-        limit, now = self._settings.memory_limit_bytes, time.monotonic()
-        if limit is None or now < self._next_look:
-            return False
-        self._next_look = now + WATCH_S
-        return resident_bytes(descendants(self._process.pid)) > limit
 
     def _how_it_ended(self) -> str:
         try:

@@ -5,29 +5,31 @@ import os
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 KILL_TIMEOUT_S = 5.0
 """Time limit for processes that were killed to be gone; only one that waits for a device takes longer."""
 
 
-def descendants(root: int) -> list[int]:
-    """Return the ids of all living processes that descend from a process, parents first; zombies do not count."""
+def descendants(*roots: int) -> list[list[int]]:
+    """Return for each root the ids of all living processes that descend from it; zombies do not count."""
     children: dict[int, list[int]] = defaultdict(list)
     zombies = set()
     for process_id in _process_ids():
         with contextlib.suppress(OSError, ValueError):
-            # "id (name) state parent ..."; the name may hold blanks and brackets.
-            fields = _read(process_id, "stat").rpartition(b")")[2].split()
-            children[int(fields[1])].append(process_id)
-            if fields[0] in (b"Z", b"X"):
+            state, parent = _state_and_parent(process_id)
+            children[parent].append(process_id)
+            if state in "ZX":
                 zombies.add(process_id)
-    found, waiting = [], [root]
-    while waiting:
-        below = children[waiting.pop()]
-        waiting += below
-        found += below
-    return [process_id for process_id in found if process_id not in zombies]
+    return [[process_id for process_id in _below(root, children) if process_id not in zombies] for root in roots]
+
+
+def is_stopped(process_id: int) -> bool:
+    """Return whether a process is stopped, by a signal or by a debugger."""
+    try:
+        return _state_and_parent(process_id)[0] in "Tt"
+    except (OSError, ValueError):
+        return False
 
 
 def resident_bytes(process_ids: Iterable[int]) -> int:
@@ -44,7 +46,7 @@ def kill_descendants(root: int) -> None:
 
     A process whose parent was killed stays a descendant only if `root` is a subreaper.
     """
-    _kill_until_gone(lambda: descendants(root))
+    _kill_until_gone(lambda: descendants(root)[0])
 
 
 def kill_marked(variable: str, value: str) -> None:
@@ -67,6 +69,20 @@ def _kill_until_gone(find: Callable[[], list[int]]) -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process_id, signal.SIGKILL)
         time.sleep(0.01)
+
+
+def _below(root: int, children: Mapping[int, list[int]]) -> Iterator[int]:
+    waiting = [root]
+    while waiting:
+        found = children.get(waiting.pop(), [])
+        waiting += found
+        yield from found
+
+
+def _state_and_parent(process_id: int) -> tuple[str, int]:
+    # "id (name) state parent ..."; the name may hold blanks and brackets.
+    fields = _read(process_id, "stat").rpartition(b")")[2].split()
+    return fields[0].decode(), int(fields[1])
 
 
 def _process_ids() -> Iterator[int]:

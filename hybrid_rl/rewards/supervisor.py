@@ -5,10 +5,12 @@ stay its descendants when their own parents end. It runs no code of the user, an
 stopped cannot delay it.
 """
 
+import contextlib
 import ctypes
 import os
 import resource
 import signal
+from pathlib import Path
 from typing import NoReturn
 
 from hybrid_rl.rewards.process_tree import kill_descendants
@@ -16,19 +18,21 @@ from hybrid_rl.rewards.process_tree import kill_descendants
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _WATCH_S = 1.0
+_ADDED_OOM_SCORE = 500  # counts as half of the machine's memory
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _WATCHED = (signal.SIGCHLD, *_ENDING)
 
 
-def fork_worker(connection: int) -> None:
+def fork_worker(connection: int, pool_id: int) -> None:
     """Fork, and return in the child, which becomes the worker; this process supervises it and never returns.
 
     The supervisor ends as the worker does, with its exit code or by its signal, so that the pool can name it.
 
     Args:
         connection: file descriptor of the worker's end of its connection, which the supervisor does not keep open.
+        pool_id: id of the pool's process, the parent of this one.
     """
-    pool_id, supervisor_id = os.getppid(), os.getpid()
+    supervisor_id = os.getpid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, no exit status is kept
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
@@ -40,7 +44,15 @@ def fork_worker(connection: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor_id:
         os._exit(1)
+    _die_before_the_trainer()
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _die_before_the_trainer() -> None:
+    """Let the kernel kill this process and its children first where the memory of the machine is full."""
+    path = Path("/proc/self/oom_score_adj")
+    with contextlib.suppress(OSError, ValueError):
+        path.write_text(str(min(1000, int(path.read_text()) + _ADDED_OOM_SCORE)))
 
 
 def _supervise(worker_id: int, pool_id: int) -> NoReturn:

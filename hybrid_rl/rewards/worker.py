@@ -75,10 +75,13 @@ def _send(connection: socket.socket, message: dict[str, Any] | float | str) -> N
 
 
 def main() -> None:
-    """Serve the pool whose end of the connection is the file descriptor in the first argument."""
-    descriptor = int(sys.argv[1])
+    """Serve the pool.
+
+    The first argument is the file descriptor of this end of the connection, the second the id of the pool's process.
+    """
+    descriptor, pool_id = map(int, sys.argv[1:])
     os.set_inheritable(descriptor, False)
-    fork_worker(descriptor)
+    fork_worker(descriptor, pool_id)
     # What a function prints goes to stderr at once: the program's stdout may be read by another program, and this
     # process may be killed before a buffer is full. It may be the text of a response, which no terminal must obey.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

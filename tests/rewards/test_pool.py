@@ -307,13 +307,13 @@ def test_workers_start_without_torch(scorers):
     )  # CPU seconds; importing torch alone takes more
 
 
-def test_workers_neither_run_the_main_program_nor_outlive_it(tmp_path):
+def test_workers_neither_run_the_main_program_nor_outlive_it(scorers, tmp_path):
     program = tmp_path / "main.py"
     program.write_text(
         "print('main runs')\n"
         "from types import SimpleNamespace\n"
         "from hybrid_rl.rewards import ScorerPool\n"
-        "pool = ScorerPool(['exact_match'], timeout_s=5, num_workers=1, on_error='raise')\n"
+        "pool = ScorerPool(['scorers.py:length'], timeout_s=5, num_workers=1, on_error='raise')\n"
         "rollout = SimpleNamespace(prompt=SimpleNamespace(answer='7'), text='7')\n"
         "print(pool.score([rollout]).scores, pool.process_ids[0])\n"
     )
