@@ -135,7 +135,7 @@ class FolderBoard:
 
     def _read(self, name: str) -> str:
         try:
-            return (self._folder / name).read_text()
+            return (self._folder / name).read_text(errors="replace")
         except OSError:
             return ""
 
@@ -196,6 +196,6 @@ class StoreBoard:
                 known = [name for name in self._names if name in self._texts or self._store.check([name])]
                 if known:
                     values = self._store.multi_get(known)
-                    self._texts |= {name: value.decode() for name, value in zip(known, values, strict=True)}
-        except (RuntimeError, ValueError) as error:  # a value that is no text is nobody's note
+                    self._texts |= {name: value.decode(errors="replace") for name, value in zip(known, values, strict=True)}
+        except RuntimeError as error:
             self._failure = f"the store of the ranks at {self._address} is closed ({str(error).splitlines()[0]})"

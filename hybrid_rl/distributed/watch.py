@@ -68,8 +68,8 @@ def end_for_lost_rank() -> Iterator[None]:
     """
     try:
         yield
-    except RankLostError:
-        raise
+    except RankLostError as error:
+        raise RankLostError(str(error)) from None  # a class that other processes know
     except Exception as error:
         lost = _watch.wait_for_loss() if _watch and _is_of_collective(error) else None
         if lost:
