@@ -21,15 +21,24 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]  # so that a checkout runs without being installed
 
 import ray  # noqa: E402
+from ray.exceptions import RayError  # noqa: E402
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, get_context  # noqa: E402
 from ray.train.torch import TorchConfig, TorchTrainer  # noqa: E402
+from ray.train.v2._internal.exceptions import RayTrainError  # noqa: E402
 
 from hybrid_rl.config import Config, ConfigError, check  # noqa: E402
-from hybrid_rl.printable import escape_messages, printable  # noqa: E402
+from hybrid_rl.errors import RankLostError, RunError  # noqa: E402
+from hybrid_rl.printable import escape_messages  # noqa: E402
+from hybrid_rl.settings.types import shorten  # noqa: E402
 from launch.settings import exit_on_config_error, make_parser, prepare, print_error, read_settings  # noqa: E402
 
-FORWARDED = ("CUDA_", "DS_", "HF_", "HYBRID_RL_", "NCCL_", "OMP_", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "VLLM_")
+FORWARDED = (
+    *("CUDA_", "DS_", "GLOO_", "HF_", "HUGGING_FACE_HUB_", "HYBRID_RL_", "NCCL_", "OMP_", "TOKENIZERS_", "TORCH_"),
+    *("TRANSFORMERS_", "VLLM_"),
+)
 """Prefixes of the environment variables that workers inherit from this process, besides those of their node."""
+SECRET = frozenset({"TOKEN", "KEY", "SECRET", "PASSWORD"})
+"""Words in the names of variables that Ray may not log, as it logs the environment of a job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +62,59 @@ class Cluster:
         return "CPU" if self.cpu else "GPU"
 
 
-class OneGpuEach(TorchConfig):
-    """A torch backend whose workers see their own GPU only, because a worker's engine must not see other GPUs."""
+class Secrets:
+    """Environment variables that workers get with their job, in which Ray shows their names only."""
+
+    def __init__(self, values: dict[str, str]) -> None:
+        """Take name -> value."""
+        self.values = values
+
+    def __repr__(self) -> str:
+        return f"Secrets({', '.join(self.values)})"
+
+
+class RanksJoinThemselves(TorchConfig):
+    """A torch backend that only tells workers their place; each sees its own GPU only, as its engine must.
+
+    Ray's own would let rank 0 listen on every interface.
+    """
 
     @property
     def backend_cls(self) -> Any:
-        """Return Ray's backend without the GPUs of the node's other workers."""
-        return type("OneGpuEachBackend", (super().backend_cls,), {"share_cuda_visible_devices": False})
+        """Return the backend."""
+        methods = {"share_cuda_visible_devices": False, "on_start": _set_places, "on_shutdown": _leave_to_workers}
+        return type("RanksJoinThemselvesBackend", (super().backend_cls,), methods)
+
+
+def _set_places(_: Any, workers: Any, __: TorchConfig) -> None:
+    """Set the variables by which join_world finds the ranks, in all workers."""
+    address, port = workers.execute_single(0, _address_of_rank_0)
+    workers.execute(_set_place, address, port)
+
+
+def _leave_to_workers(_: Any, __: Any, ___: TorchConfig) -> None:
+    """Do nothing: workers that succeed have left the group, and the others are killed."""
+
+
+def _address_of_rank_0() -> tuple[str, int]:
+    """Return the address of this node in the cluster and a free port; loopback where all ranks are on this node."""
+    context = get_context()
+    is_one_node = context.get_local_world_size() == context.get_world_size()
+    address = "127.0.0.1" if is_one_node else ray.util.get_node_ip_address()
+    with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as listener:
+        return address, listener.getsockname()[1]
+
+
+def _set_place(address: str, port: int) -> None:
+    context = get_context()
+    os.environ.update(
+        MASTER_ADDR=address,
+        MASTER_PORT=str(port),
+        RANK=str(context.get_world_rank()),
+        WORLD_SIZE=str(context.get_world_size()),
+        LOCAL_RANK=str(context.get_local_rank()),
+        LOCAL_WORLD_SIZE=str(context.get_local_world_size()),
+    )
 
 
 def parse(arguments: list[str] | None = None) -> tuple[Config, Cluster]:
@@ -72,7 +127,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Config, Cluster]:
 
 
 def work(job: Mapping[str, Any]) -> None:
-    """Train as one rank, in a worker; Ray has set torch's environment variables and joined the ranks."""
+    """Train as one rank, in a worker, in which the environment names the place of the rank."""
     for stream in (sys.stdout, sys.stderr):  # Ray prints this name before every line of the worker
         stream.write(f":actor_name:rank {get_context().get_world_rank()}\n")
         stream.flush()
@@ -81,12 +136,16 @@ def work(job: Mapping[str, Any]) -> None:
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} does not exist on {socket.gethostname()}: every node must have it")
     os.chdir(folder)  # paths in the settings are relative to the driver's folder
+    os.environ.update(job["secrets"].values)
     from transformers.utils.logging import disable_progress_bar
 
+    from hybrid_rl.distributed import end_for_lost_rank, leave_world
     from hybrid_rl.trainer import train
 
     disable_progress_bar()
-    train(job["config"])
+    with end_for_lost_rank():
+        train(job["config"])
+        leave_world()
 
 
 def wait_for_resources(cluster: Cluster) -> int:
@@ -116,8 +175,8 @@ def make_trainer(config: Config, cluster: Cluster, num_workers: int) -> TorchTra
     """Return Ray's trainer, which places the workers node by node, joins them, and restarts them after a failure."""
     return TorchTrainer(
         work,
-        train_loop_config={"config": config, "folder": os.getcwd()},
-        torch_config=OneGpuEach(backend="gloo" if cluster.cpu else "cpu:gloo,cuda:nccl"),
+        train_loop_config={"config": config, "folder": os.getcwd(), "secrets": secrets(config, os.environ)},
+        torch_config=RanksJoinThemselves(),
         scaling_config=ScalingConfig(
             num_workers=num_workers, use_gpu=not cluster.cpu, resources_per_worker={cluster.resource: 1}
         ),
@@ -131,6 +190,26 @@ def make_trainer(config: Config, cluster: Cluster, num_workers: int) -> TorchTra
     )
 
 
+def job_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that all processes of the job get, and that Ray logs."""
+    names = [name for name in environment if name.startswith(FORWARDED) and not is_secret(name)]
+    forwarded = {name: environment[name] for name in names if name != "CUDA_VISIBLE_DEVICES"}
+    paths = [str(ROOT), str(ROOT / "kernels"), environment.get("PYTHONPATH", "")]
+    return forwarded | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def secrets(config: Config, environment: Mapping[str, str]) -> Secrets:
+    """Return the variables that workers get besides: tokens, and what reward functions ask for."""
+    names = {name for name in environment if name.startswith(FORWARDED) and is_secret(name)}
+    names |= environment.keys() & {*config.reward.environment_variables}
+    return Secrets({name: environment[name] for name in sorted(names)})
+
+
+def is_secret(name: str) -> bool:
+    """Return whether an environment variable holds a secret, by its name."""
+    return not SECRET.isdisjoint(name.upper().split("_"))
+
+
 def launch(config: Config, cluster: Cluster) -> None:
     """Run all steps on the cluster.
 
@@ -142,12 +221,9 @@ def launch(config: Config, cluster: Cluster) -> None:
         not cluster.max_failures or config.run.resume != "never",
         f"--max_failures {cluster.max_failures}: a restart needs run.resume = auto or must, not never",
     )
-    environment = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    environment.pop("CUDA_VISIBLE_DEVICES", None)
     # Ray waits 60 s by default, also after a failure, when the cluster may have to wait for another node.
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(cluster.wait_s))
-    ray.init(address=cluster.address, runtime_env={"env_vars": environment}, log_to_driver=True)
+    ray.init(address=cluster.address, runtime_env={"env_vars": job_environment(os.environ)}, log_to_driver=True)
     try:
         make_trainer(config, cluster, wait_for_resources(cluster)).fit()
     finally:
@@ -155,17 +231,36 @@ def launch(config: Config, cluster: Cluster) -> None:
 
 
 def report_failure(error: TrainingFailedError) -> int:
-    """Print why the run failed, and return the exit code: 2 for a setting that cannot work, else 1."""
-    failures = getattr(error, "worker_failures", {})
-    for rank, failure in sorted(failures.items()):
-        if isinstance(failure, ConfigError):
-            for message in failure.messages:
-                print_error(message)
-            return 2
-        print(printable(f"rank {rank}: {type(failure).__name__}: {failure}"), file=sys.stderr)
+    """Print why the run failed, and return the exit code, which hybrid_rl.errors lists; 2 is a wrong setting.
+
+    The errors of ranks that have lost another one count if there are no others, and Ray's word that a worker has died
+    if there is nothing else.
+    """
+    failures: dict[int, Exception] = dict(sorted(getattr(error, "worker_failures", {}).items()))
     if not failures:
-        print(printable(str(error)), file=sys.stderr)
-    return 1
+        print_error(shorten(str(error)))
+        return 1
+    first = min(map(_precedence, failures.values()))
+    told = [describe(rank, failure) for rank, failure in failures.items() if _precedence(failure) == first]
+    for message in dict.fromkeys(message for messages, _ in told[: 1 if first else None] for message in messages):
+        print_error(message)
+    return told[0][1]
+
+
+def _precedence(failure: Exception) -> int:
+    """Return 0 for a rank's own error, 1 for the loss of another one, 2 for a worker that has died."""
+    return 2 if isinstance(failure, RayError | RayTrainError) else int(isinstance(failure, RankLostError))
+
+
+def describe(rank: int, failure: Exception) -> tuple[list[str], int]:
+    """Return the sentences about the error of a rank, and the exit code for it."""
+    if isinstance(failure, ConfigError):
+        return list(failure.messages), 2
+    if isinstance(failure, RunError):
+        return [str(failure)], failure.exit_code
+    if _precedence(failure):
+        return [f"rank {rank} has ended: Ray lost its worker, whose last lines are above"], RankLostError.exit_code
+    return [f"rank {rank}: {type(failure).__name__}: {failure}"], 1
 
 
 def main() -> None:

@@ -1,12 +1,21 @@
 """Several ranks train what one rank trains, however uneven their batches; a rank that fails ends all."""
 
+import contextlib
+import json
+import os
+import socket
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 
+import psutil
 import pytest
 import torch
+import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from hybrid_rl.config import ConfigError
+from hybrid_rl.config import Config, ConfigError, as_dict
+from tests.programs import PATHS, ForkServer
 
 UNEVEN = {
     # 5 of 10 prompts: 3 for rank 0, 2 for rank 1. Mini-batches of 2 responses, so that a rank may hold none of one.
@@ -16,20 +25,12 @@ UNEVEN = {
 }
 
 FAILS_FOR_ONE_PROMPT = """
-import os
-import signal
 from pathlib import Path
 
 def raises(prompt, response):
     if prompt.prompt_id == 7:
         Path(__file__).with_name("failed").touch()
         raise ValueError("seven is refused")
-    return 1.0
-
-def kills_its_rank(prompt, response):
-    if prompt.prompt_id == 7:
-        Path(__file__).with_name("failed").touch()
-        os.kill(os.getppid(), signal.SIGKILL)
     return 1.0
 """
 
@@ -173,40 +174,99 @@ def test_tensor_parallelism_that_does_not_divide_the_heads_is_refused(make_confi
     assert expected in ended.output
 
 
+@dataclass(frozen=True)
+class Running:
+    """A run on two ranks that has done a step."""
+
+    config: Config
+    server: ForkServer
+    processes: list[psutil.Process]
+    """The launcher, the ranks and what they have started."""
+
+    def rank(self, rank: int) -> psutil.Process:
+        name = "heartbeat.json" if rank == 0 else f"heartbeat_rank{rank}.json"
+        return psutil.Process(json.loads((self.config.run_dir / name).read_text())["pid"])
+
+    def end(self) -> tuple[int, list[str]]:
+        """Return exit code and errors of the command; nothing that it started lives on, and nothing shows a trace."""
+        ended = self.server.wait(100)
+        _, alive = psutil.wait_procs(self.processes, timeout=15)
+        assert not alive
+        assert "Traceback" not in ended.output, ended.output
+        return ended.code, [line for line in ended.output.splitlines() if line.startswith("error: ")]
+
+
 @pytest.fixture
-def launch_with(make_config, launch, tmp_path):
-    """Return a function that trains on two ranks with one of those functions, and returns how that ended."""
+def running(make_config, fork_servers, tmp_path) -> Iterator[Running]:
+    """A run on two ranks that goes on until a test ends it."""
+    run = {"num_steps": 1000, "eval_every_steps": 0, "stall_timeout_s": 10.0}
+    config = make_config(tmp_path, run=run, checkpoint={"every_steps": 0, "export": False})
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(yaml.safe_dump(as_dict(config)))
+    arguments = ("launch/colocated.py", "--config", str(settings), "--num_processes", "2")
+    fork_servers[0].start(*arguments, environment={**os.environ, **PATHS, "OMP_NUM_THREADS": "1"})
+    program, metrics, deadline = fork_servers[0].program(), config.run_dir / "metrics.jsonl", time.monotonic() + 300
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert program.is_running() and time.monotonic() < deadline
+        time.sleep(0.1)
+    processes = [program, *program.children(recursive=True)]
+    yield Running(config, fork_servers[0], processes)
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def listening_addresses(processes: list[psutil.Process]) -> set[str]:
+    """Return the addresses at which processes listen, IPv4 and IPv6."""
+    connections = [connection for process in processes for connection in process.net_connections(kind="tcp")]
+    return {connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.slow
+def test_no_process_of_a_run_can_be_reached_from_another_machine(running):
+    """SIGTERM then ends the run in one sentence."""
+    assert listening_addresses(running.processes) == {"127.0.0.1"}
+    running.processes[0].terminate()
+    assert running.end() == (143, ["error: ended by SIGTERM"])
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_ends_the_run_with_one_sentence(running):
+    rank = running.rank(1)
+    rank.kill()
+    killed = time.monotonic()
+    assert running.end() == (6, [f"error: rank 1 (pid {rank.pid}) was killed by SIGKILL"])
+    assert time.monotonic() - killed < 30
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_named_after_the_limit(running):
+    rank = running.rank(1)
+    rank.suspend()
+    stopped = time.monotonic()
+    code, (sentence,) = running.end()
+    assert code == 6
+    assert sentence.startswith(f"error: rank 1 (pid {rank.pid} on {socket.gethostname()}) has made no progress for ")
+    assert "run.stall_timeout_s = 10 s: it is stopped; rank 0 waits for it in " in sentence
+    assert time.monotonic() - stopped < 40
+
+
+@pytest.mark.slow
+def test_a_function_that_fails_on_one_rank_ends_all_with_its_sentence(make_config, launch, tmp_path):
     (tmp_path / "scorer.py").write_text(FAILS_FOR_ONE_PROMPT)
-
-    def start(function: str):
-        config = make_config(
-            tmp_path,
-            run={"eval_every_steps": 0},
-            rollout={"rollout_batch_size": 10},
-            reward={"functions": [f"{tmp_path / 'scorer.py'}:{function}"]},
-            update={"mini_batch_size": 20},
-        )
-        ended = launch(config, "--num_processes", "2")
-        assert time.time() - (tmp_path / "failed").stat().st_mtime < 300  # nobody waits for half an hour
-        assert not ended.survivors
-        return ended
-
-    return start
-
-
-@pytest.mark.slow
-def test_a_rank_that_ends_ends_the_launch(launch_with):
-    assert launch_with("kills_its_rank").code > 0
-
-
-@pytest.mark.slow
-def test_a_function_that_fails_on_one_rank_ends_all_with_its_sentence(launch_with):
-    ended = launch_with("raises")
+    config = make_config(
+        tmp_path,
+        run={"eval_every_steps": 0},
+        rollout={"rollout_batch_size": 10},
+        reward={"functions": [f"{tmp_path / 'scorer.py'}:raises"]},
+        update={"mini_batch_size": 20},
+    )
+    ended = launch(config, "--num_processes", "2")
     assert ended.code == 2 and "Traceback" not in ended.output, ended.output
-    sentences = {line for line in ended.output.splitlines() if line.startswith("error: ")}
-    (sentence,) = sentences
+    assert not ended.survivors
+    (sentence,) = [line for line in ended.output.splitlines() if line.startswith("error: ")]
     assert sentence.startswith("error: reward.functions: prompt_id 7, ")
-    assert "ValueError: seven is refused (scorer.py, line 9: " in sentence
+    assert "ValueError: seven is refused (scorer.py, line 7: " in sentence
 
 
 @pytest.mark.slow
