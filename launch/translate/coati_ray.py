@@ -26,8 +26,7 @@ ARGUMENTS = (
         str,
         "",
         "prompts.path",
-        note="ColossalChat also takes a URL, and each rank draws rows at random; here it is a file, and an epoch has "
-        "each row once",
+        note="in ColossalChat each rank draws rows at random; here an epoch has each row once",
     ),
     fixed("columns", "", "prompts.answer_column"),
     fixed(

@@ -71,9 +71,10 @@ def num_gpus(c: Command) -> tuple[int, int] | None:
     roles = ("actor", "ref", "critic", "reward")
     of_role = {role: (c[f"{role}.num_nodes"] or 1) * (c[f"{role}.num_gpus_per_node"] or 8) for role in roles}
     total = of_role["actor"]
+    if not is_colocated(c) or c["train.async_enable"]:
+        total += (c["vllm.num_engines"] or 0) * c["vllm.tensor_parallel_size"]
     if not is_colocated(c):
         has_critic, has_reward = estimator(c) == "gae", not c["reward.remote_url"]
-        total += (c["vllm.num_engines"] or 0) * c["vllm.tensor_parallel_size"]
         total += of_role["ref"] if has_kl(c) and not c["train.colocate_actor_ref"] else 0
         total += of_role["critic"] if has_critic else 0
         total += of_role["reward"] if has_reward and not (has_critic and c["train.colocate_critic_reward"]) else 0
@@ -137,6 +138,11 @@ def _eval(c: Command, value: Any) -> Any:
     return KEEP_DEFAULT if c["eval.dataset"] is None else value
 
 
+def _is_hub_name(path: str | None) -> bool:
+    """Return whether a data set is on the hub, where OpenRLHF evaluates its split `train` by default."""
+    return path is not None and not PurePath(path).suffix and not path.startswith((".", "/", "~", "$"))
+
+
 def _ema_decay(c: Command) -> float | None:
     return c["train.ema_beta"] if c["train.enable_ema"] else None
 
@@ -161,6 +167,11 @@ RULES: Mapping[str, Callable[[Command], Any]] = {
     "models.lora.target_modules": lambda c: (
         KEEP_DEFAULT if c["ds.lora.target_modules"] == ["all-linear"] else _lora(c, c["ds.lora.target_modules"])
     ),
+    "prompts.split": lambda c: KEEP_DEFAULT if c["data.prompt_split"] == "train" else c["data.prompt_split"],
+    "prompts.eval_split": lambda c: (
+        _eval(c, c["eval.split"]) if "eval.split" in c.given or _is_hub_name(c["eval.dataset"]) else KEEP_DEFAULT
+    ),
+    "prompts.max_samples": lambda c: c["data.max_samples"] if "data.max_samples" in c.given else None,
     "prompts.max_prompt_tokens": _prompt_tokens,
     "prompts.overlong_prompts": lambda c: "drop",
     "rollout.max_response_tokens": _response_tokens,
