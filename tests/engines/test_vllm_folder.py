@@ -76,8 +76,24 @@ def test_a_folder_that_is_not_provably_a_dead_runs_stays(temporary):
 def test_only_blocks_of_shared_memory_are_removed(tmp_path):
     file = tmp_path / "psm_file"
     file.touch()
-    remove_shared_memory([f"psm_../..{file}", f"../..{file}", "psm_nothing", ""])
+    remove_shared_memory([f"psm_../..{file}", f"../..{file}", "psm_nothing", ""], is_tracked=False)
     assert file.exists()
+
+
+def test_a_removed_block_leaves_the_resource_tracker_too():
+    """Otherwise the tracker prints warnings about it when the trainer ends."""
+    program = """
+import os
+from multiprocessing.shared_memory import SharedMemory
+from hybrid_rl.engines.vllm.shared_memory import mapped_shared_memory, remove_shared_memory
+block = SharedMemory(create=True, size=4096)
+for _ in range(2):
+    remove_shared_memory(mapped_shared_memory(os.getpid()), is_tracked=True)
+assert not os.path.exists("/dev/shm/" + block.name)
+"""
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **PATHS})
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_blocks_of_shared_memory_are_found_by_the_process_that_maps_them():

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 from hybrid_rl.config import RolloutConfig
 from hybrid_rl.distributed.processes import read_state
@@ -21,6 +22,7 @@ from hybrid_rl.engines.vllm.engine import VllmEngine
 from hybrid_rl.engines.vllm.processes import descendants
 from hybrid_rl.errors import EngineLostError
 from hybrid_rl.weights.bucket import IpcBucket, bucket_bytes, joint_handle, plan_buckets
+from tests.conftest import tiny_config
 from tests.programs import PATHS
 
 pytestmark = pytest.mark.slow
@@ -100,13 +102,23 @@ class Engine:
         return time.monotonic() - start
 
 
+@pytest.fixture(scope="session")
+def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with as many heads as the largest number of workers."""
+    folder = tmp_path_factory.mktemp("four_heads")
+    config = tiny_config()
+    config.num_attention_heads = config.num_key_value_heads = 4
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def start(tiny: Path, temporary: Path) -> Iterator[Callable[..., Engine]]:
+def start(tiny: Path, four_heads: Path, temporary: Path) -> Iterator[Callable[..., Engine]]:
     """Return a function that starts an engine, which is closed after the test."""
     engines = []
 
     def make(*, num_workers: int = 1, stall_timeout_s: float = 60.0) -> Engine:
-        engines.append(Engine(tiny / "policy", num_workers, stall_timeout_s))
+        engines.append(Engine(tiny / "policy" if num_workers == 1 else four_heads, num_workers, stall_timeout_s))
         return engines[-1]
 
     yield make

@@ -52,7 +52,7 @@ class EngineFolder:
 
     def remove(self) -> None:
         """Remove the folder, and the blocks of shared memory that are left."""
-        remove_folder(self.path)
+        remove_folder(self.path, is_tracked=True)
         os.close(self._lock)
 
 
@@ -61,10 +61,14 @@ def is_end_requested(path: Path) -> bool:
     return (path / _END).exists() or not path.exists()
 
 
-def remove_folder(path: Path) -> None:
-    """Remove the folder of an engine that has ended, and the blocks of shared memory that it names."""
+def remove_folder(path: Path, *, is_tracked: bool) -> None:
+    """Remove the folder of an engine that has ended, and the blocks of shared memory that it names.
+
+    Args:
+        is_tracked: see remove_shared_memory.
+    """
     with suppress(OSError):
-        remove_shared_memory((path / _BLOCKS).read_text().splitlines())
+        remove_shared_memory((path / _BLOCKS).read_text().splitlines(), is_tracked=is_tracked)
     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -75,7 +79,7 @@ def remove_dead() -> None:
             if path.lstat().st_uid == os.getuid() and (path / _LOCK).exists():
                 lock = _locked(path)
                 if lock is not None:
-                    remove_folder(path)
+                    remove_folder(path, is_tracked=False)
                     os.close(lock)
 
 

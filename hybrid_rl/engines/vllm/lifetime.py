@@ -56,9 +56,9 @@ def end_with_trainer() -> None:
 
 def _end() -> None:
     """Remove what the trainer would have removed, and end this process at once."""
-    remove_shared_memory(mapped_shared_memory(os.getpid()))
+    remove_shared_memory(mapped_shared_memory(os.getpid()), is_tracked=True)
     if FOLDER in os.environ:
-        remove_folder(Path(os.environ[FOLDER]))
+        remove_folder(Path(os.environ[FOLDER]), is_tracked=True)
     os._exit(1)
 
 
