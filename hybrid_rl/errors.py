@@ -64,6 +64,8 @@ def close_each(*parts: Callable[[], None], error: BaseException | None = None) -
             if error is None:
                 error = caught
             else:
-                logger.warning("a part of the run could not be closed: %s: %s", type(caught).__name__, caught)
+                is_same_disk = isinstance(error, FileWriteError) and isinstance(caught, FileWriteError)
+                level = logging.INFO if is_same_disk else logging.WARNING
+                logger.log(level, "a part of the run could not be closed: %s: %s", type(caught).__name__, caught)
     if is_closing_alone and error is not None:
         raise error

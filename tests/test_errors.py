@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_rl import errors
-from hybrid_rl.errors import RunError, close_each
+from hybrid_rl.errors import FileWriteError, RunError, close_each
 
 
 def failing(name: str, closed: list[str]):
@@ -70,3 +70,13 @@ def test_every_error_that_ends_a_run_has_its_own_code():
     kinds = [getattr(errors, node.name) for node in tree.body if isinstance(node, ast.ClassDef)]
     assert all(issubclass(kind, RunError) for kind in kinds)
     assert len({kind.exit_code for kind in kinds}) == len(kinds)
+
+
+def test_further_files_on_the_same_full_disk_are_no_warnings(caplog):
+    def full() -> None:
+        raise FileWriteError("timeline.json cannot be written")
+
+    with caplog.at_level("INFO"):
+        close_each(full, error=FileWriteError("metrics.jsonl cannot be written"))
+        close_each(full, error=RuntimeError("another reason"))
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from hybrid_rl.monitoring.activity import Activity
 
 INTERVAL_S = 10.0
 """Seconds between two writes, if no phase begins."""
+PATIENCE_S = 60.0
+"""Seconds without a successful write after which a warning says so."""
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +40,7 @@ class Heartbeat:
         self._activity = activity
         self._rank = rank
         self._interval_s = interval_s
-        self._is_writable = True
+        self._failing_since: float | None = None
         self._is_due = threading.Event()
         self._is_closed = False
         self._write(activity.phase)
@@ -63,15 +66,17 @@ class Heartbeat:
                 self._write(self._activity.phase)
 
     def _write(self, phase: str) -> None:
-        """Replace the file; a run whose disk is full goes on without it, and another file ends the run."""
+        """Replace the file; a full disk ends the run with another file, and a run that goes on all the same says so."""
         content = json.dumps(self._content(phase), indent=1) + "\n"
         try:
             write_atomically(self._path, content, is_flushed=False)
-            self._is_writable = True
+            self._failing_since = None
         except FileWriteError as error:
-            if self._is_writable:
+            now = time.monotonic()
+            self._failing_since = self._failing_since or now
+            if now > self._failing_since + PATIENCE_S:
                 logger.warning("%s", error)
-            self._is_writable = False
+                self._failing_since = float("inf")  # once
 
     def _content(self, phase: str) -> dict[str, Any]:
         return {

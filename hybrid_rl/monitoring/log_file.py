@@ -1,5 +1,6 @@
 """The log file of a run: its phases, steps and warnings with their times, and the error that ends it."""
 
+import errno
 import logging
 import os
 import sys
@@ -16,6 +17,8 @@ MAX_BYTES = 10 << 20
 """Size at which a new file begins."""
 NUM_OLD = 3
 """Number of full files that stay: log.txt.1 is the newest."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers of a disk, a quota or a file that is full."""
 PACKAGE = "hybrid_rl"
 """Logger whose messages the file has."""
 
@@ -49,10 +52,11 @@ class LogFile(RotatingFileHandler):
         return printable(super().format(record))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Say once that the file cannot be written; the run goes on, and another file ends it if the disk is full."""
-        if self._is_writable:
-            print(f"warning: {self.baseFilename} cannot be written: {sys.exception()}", file=sys.stderr)
-        self._is_writable = False
+        """Say once that the file cannot be written, unless the disk is full, which ends the run with another file."""
+        error = sys.exception()
+        if self._is_writable and not (isinstance(error, OSError) and error.errno in FULL):
+            print(f"warning: {self.baseFilename} cannot be written: {error}", file=sys.stderr)
+            self._is_writable = False
 
     def end(self, error: BaseException | None) -> None:
         """Write how the run ends to the file alone, with the trace of an unforeseen error, and leave the logger.

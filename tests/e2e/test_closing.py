@@ -1,12 +1,15 @@
 """A run closes everything that it has opened, and ends with the error that came first."""
 
 import threading
+from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from hybrid_rl import build, trainer
 from hybrid_rl.checkpoints.lock import RunLock
+from hybrid_rl.config import as_dict
 from hybrid_rl.engines.huggingface import HuggingFaceEngine
 
 
@@ -66,3 +69,56 @@ def test_a_run_whose_engine_does_not_close_ends_with_this_error(make_config, tmp
         trainer.train(config)
     assert num_open() == before and (config.run_dir / "summary.json").exists()
     RunLock(config.run_dir, patience_s=0).unlock()
+
+
+FULL = """
+import os, resource, subprocess
+from hybrid_rl.checkpoints import export, snapshot
+from hybrid_rl.monitoring import metrics, recorder, timeline
+from launch.colocated import main
+
+def fill_before(owner, name, calls):
+    original = getattr(owner, name)
+    def counted(*arguments, **named):
+        nonlocal calls
+        calls -= 1
+        if calls == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (16, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        return original(*arguments, **named)
+    setattr(owner, name, counted)
+
+if __name__ == "__main__":
+    cat = subprocess.Popen(["cat"], stdin=subprocess.PIPE)  # the output is a file, which would be full, too
+    for stream in (1, 2):
+        os.dup2(cat.stdin.fileno(), stream)
+    cat.stdin.close()
+    fill_before({owner}, "{name}", {calls})
+    main()
+"""
+# Owner and function, the call in which the disk fills up for good, and the file that the sentence names.
+FULL_PLACES = [
+    ("recorder", "write_rollouts", 2, "rollouts/step_000002.jsonl"),
+    ("metrics", "append", 2, "metrics.jsonl"),
+    ("snapshot.Snapshot", "write", 1, "checkpoints/.partial-step_000002/"),
+    ("export", "save_model", 1, "export"),
+    ("timeline.Timeline", "write", 1, "timeline.json"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("owner, name, calls, file", FULL_PLACES, ids=[name for _, name, *_ in FULL_PLACES])
+def test_a_full_disk_is_one_sentence_about_its_file_and_the_run_goes_on_when_there_is_room(
+    make_config, train_here, run_forked, tmp_path, owner, name, calls, file
+):
+    config = make_config(tmp_path, checkpoint={"every_steps": 2, "export": True})
+    settings, program = Path(config.run.dir) / "settings.yaml", Path(config.run.dir) / "full.py"
+    settings.write_text(yaml.safe_dump(as_dict(config)))
+    program.write_text(FULL.format(owner=owner, name=name, calls=calls))
+    ended = run_forked(str(program), "--config", str(settings))
+    lines = [line for line in ended.output.splitlines() if "error" in line or "warning" in line or "cannot" in line]
+    assert ended.code == 7 and len(lines) == 1 and not ended.survivors, ended.output
+    assert lines[0].startswith("error: ") and f"{config.run_dir / file}" in lines[0], lines
+    left = [path for path in config.run_dir.rglob(".*") if ".partial" in path.name]
+    assert left == []
+    assert [row["step"] for row in train_here(config).metrics] == [1, 2]
+    assert (config.run_dir / "export" / "config.json").exists()

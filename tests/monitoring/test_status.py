@@ -74,16 +74,18 @@ def test_a_heartbeat_goes_on_while_a_phase_lasts(tmp_path):
     heartbeat.close()
 
 
-def test_a_heartbeat_without_room_is_one_warning_and_the_run_goes_on(tmp_path, caplog):
+def test_a_heartbeat_that_cannot_be_written_for_a_minute_is_one_warning(tmp_path, caplog, monkeypatch):
+    """A full disk ends the run before that, with a sentence about another file."""
     path = tmp_path / "heartbeat.json"
-    heartbeat = Heartbeat(path, Activity(), rank=0)
+    heartbeat, now = Heartbeat(path, Activity(), rank=0), time.monotonic()
     before = path.read_text()
-    with a_full_disk(10):
-        heartbeat._write("sync")
-        heartbeat._write("rollout")
+    with a_full_disk(10), monkeypatch.context() as patch:
+        for seconds in (0, 50, 70, 80):
+            patch.setattr(time, "monotonic", lambda seconds=seconds: now + seconds)
+            heartbeat._write("sync")
+            assert len(caplog.records) == (seconds > 60)
     assert path.read_text() == before
-    (sentence,) = [record.message for record in caplog.records]
-    assert sentence.startswith(f"{path} cannot be written (File too large)")
+    assert caplog.records[0].message.startswith(f"{path} cannot be written (File too large)")
     heartbeat.close()
     assert read(path)["phase"] == "ended"
 
@@ -165,13 +167,18 @@ def test_the_log_file_rotates_by_size_and_old_files_are_deleted(tmp_path):
     assert all(file.stat().st_size <= 200 and stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
 
 
-def test_a_log_file_without_room_says_so_once(tmp_path, capsys):
+def test_a_log_file_that_cannot_be_written_says_so_once_and_a_full_disk_does_not(tmp_path, capsys):
     log = LogFile(tmp_path / "log.txt")
     with a_full_disk(0):
-        for _ in range(3):
-            logging.getLogger("hybrid_rl").info("a line")
+        logging.getLogger("hybrid_rl").info("a line")
+    assert capsys.readouterr().err == ""
+    log.close()
+    (tmp_path / "log.txt").unlink()
+    (tmp_path / "log.txt").mkdir()
+    for _ in range(3):
+        logging.getLogger("hybrid_rl").info("a line")
     log.end(None)
-    assert capsys.readouterr().err.count("log.txt cannot be written: [Errno 27] File too large") == 1
+    assert capsys.readouterr().err.count("log.txt cannot be written: [Errno 21] Is a directory") == 1
 
 
 def free_port() -> int:
