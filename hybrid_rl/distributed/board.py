@@ -196,6 +196,7 @@ class StoreBoard:
                 known = [name for name in self._names if name in self._texts or self._store.check([name])]
                 if known:
                     values = self._store.multi_get(known)
-                    self._texts |= {name: value.decode(errors="replace") for name, value in zip(known, values, strict=True)}
+                    texts = [value.decode(errors="replace") for value in values]
+                    self._texts |= dict(zip(known, texts, strict=True))
         except RuntimeError as error:
             self._failure = f"the store of the ranks at {self._address} is closed ({str(error).splitlines()[0]})"

@@ -1,12 +1,10 @@
 """Checks of the addresses by which ranks meet."""
 
-import errno
-import os
-import socket
 from collections.abc import Mapping
 
 from hybrid_rl.config import ConfigError, check
 from hybrid_rl.distributed import free_port
+from hybrid_rl.distributed.joining import listen_at
 
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 """Environment variables of torch that are numbers."""
@@ -49,20 +47,5 @@ def check_rendezvous(environment: Mapping[str, str]) -> None:
         )
     port = int(numbers["MASTER_PORT"])
     if rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        _check_port(str(address), port)
-
-
-def _check_port(address: str, port: int) -> None:
-    """Check that rank 0 can listen on a port."""
-    field = f"MASTER_ADDR = {address}, MASTER_PORT = {port}"
-    check(0 < port < 1 << 16, f"{field}: a port is a number from 1 to 65535")
-    try:
-        family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
-        with socket.socket(family) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(("", port))
-    except socket.gaierror as error:
-        raise ConfigError(f"{field}: no such address ({error.strerror}); give that of rank 0's node") from error
-    except OSError as error:
-        reason = "is in use" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0)
-        raise ConfigError(f"{field}: the port {reason}; give a free one") from error
+        check(0 < port < 1 << 16, f"MASTER_PORT = {port}: a port is a number from 1 to 65535")
+        listen_at(str(address), port).close()
