@@ -4,6 +4,7 @@ A thread watches for signals as well, because Python's own handlers wait while t
 as a collective whose other rank does not answer.
 """
 
+import contextlib
 import os
 import select
 import signal
@@ -186,7 +187,8 @@ def _end(state: _State, code: int, sentence: str) -> None:
 def _print(state: _State, text: str) -> None:
     """Print to stderr without Python's buffer, which the main thread may hold."""
     if not state.is_quiet:
-        os.write(2, f"{text}\n".encode())
+        with contextlib.suppress(OSError):  # the process ends all the same where nobody reads its output
+            os.write(2, f"{text}\n".encode())
 
 
 def _forget() -> None:

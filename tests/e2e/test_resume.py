@@ -294,6 +294,33 @@ def test_a_moving_reference_moves_once_in_a_step_that_is_given_up(make_config, t
     check_preempted(run_forked, train_here, config(tmp_path / "parts"), place, whole)
 
 
+@pytest.mark.slow
+def test_two_ranks_of_which_one_gets_the_signal_end_together_and_go_on(
+    make_config, launch, run_forked, read_run, tmp_path
+):
+    def config(name: str):
+        (tmp_path / name).mkdir()
+        checkpoints = {"every_steps": 10, "on_sigterm": True, "grace_s": 200.0, "export": False}
+        return make_config(tmp_path / name, run={"num_steps": 4}, checkpoint=checkpoints)
+
+    whole, parts = config("whole"), config("parts")
+    assert launch(whole, "--num_processes", "2").code == 0
+    settings, program = tmp_path / "settings.yaml", tmp_path / "program.py"
+    settings.write_text(yaml.safe_dump(as_dict(parts)))
+    text = SIGNALLED.format(owner="trainer", name="score_responses", calls=3, signal="SIGTERM", run="main()")
+    # Every rank imports the program, and the second one signals itself.
+    text = text.replace("if calls == 0:", "if calls == 0 and os.environ.get('RANK') == '1':")
+    text = text.replace('if __name__ == "__main__":\n    signal_in', "signal_in")
+    program.write_text(text.replace("    main()", 'if __name__ == "__main__":\n    main()'))
+    ended = run_forked(str(program), "--config", str(settings), "--num_processes", "2")
+    assert ended.code == 75 and not ended.survivors, ended.output
+    errors = [line for line in ended.output.splitlines() if not line.startswith(("step ", "accuracy on "))]
+    kept = "preempted by SIGTERM: the checkpoint of step 2 is complete, and the same command continues the run"
+    assert errors == [f"error: {kept}"]
+    assert launch(parts, "--num_processes", "2").code == 0
+    assert read_run(parts) == read_run(whole)
+
+
 def test_a_finished_run_has_nothing_left_to_do(four_steps, make_config, train_here, tmp_path):
     config = make_config(tmp_path)
     first = train_here(config)
