@@ -1,6 +1,7 @@
 """Translation of the command line of another system into settings, with comments that say what differs."""
 
 import dataclasses
+import functools
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ def settings_of(program: Program, command: Command) -> dict[str, Any]:
     return {field: value for field, value in settings.items() if not field.startswith(FOR_CRITICS)}
 
 
+@functools.cache
 def default_of(field: str) -> Any:
     """Return the default of a dotted setting.
 

@@ -5,7 +5,11 @@ scripts read. All other values are the scripts', except the sizes that a test di
 """
 
 import json
+import math
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +22,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from hybrid_rl.config import Config, ConfigError
 from hybrid_rl.planning.plan import GIB, Machine
+from hybrid_rl.settings.types import get_setting
 from launch.check import check_run_elsewhere
 from launch.plan import show_plan
 from launch.settings import SettingsParser, make_parser, read_settings
 from launch.translate.command import translate
 from launch.translate.systems import SYSTEMS
 from tests.conftest import WORDS, make_tokenizer
+from tests.programs import PATHS, ROOT
 
 NUM_ROWS = 32
 OPENRLHF_DAPO = """
@@ -417,3 +423,46 @@ def test_a_script_of_agents_or_images_ends_with_one_sentence(text: str, sentence
     with pytest.raises(ConfigError, match=re.escape(sentence)) as error:
         translate(SYSTEMS["--from-openrlhf"], [text])
     assert len(error.value.messages) == 1
+
+
+SIZES = (
+    "rollout.rollout_batch_size",
+    "update.mini_batch_size",
+    "prompts.max_prompt_tokens",
+    "rollout.max_response_tokens",
+    "reward.overlong_buffer",
+)
+STEPS = {
+    "openrlhf dapo": ("hf", 64),
+    "openrlhf ppo": ("vllm", 64),
+    "openrlhf prorl": ("hf", 128),
+    "coati ppo": ("hf", 16),
+    "coati grpo": ("vllm", 16),
+    "verl grpo": ("vllm", 64),
+    "verl gspo": ("hf", 128),
+    "trl grpo": ("hf", 32),
+}
+"""Script -> engine of a real step on the CPU, and the factor that divides its sizes; it also has one GPU per engine."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEPS)
+def test_a_script_trains_a_step(name: str, stand_ins: Path, tmp_path: Path) -> None:
+    (option, text, *_), (engine, factor) = SCRIPTS[name], STEPS[name]
+    config, _ = configured(option, text, stand_ins, tmp_path)
+    divided = {size: get_setting(config, size) // factor for size in SIZES if get_setting(config, size) >= factor}
+    others = {
+        "run.dir": tmp_path / "runs",
+        "run.num_steps": 1,
+        "run.resume": "never",
+        "rollout.engine": engine,
+        "rollout.tensor_parallel_size": 1,
+    }
+    words = [word for size, value in (divided | others).items() for word in (f"--{size}", str(value))]
+    command = [sys.executable, ROOT / "launch" / "colocated.py", "--config", tmp_path / "translated.yaml", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | PATHS)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = (tmp_path / "runs" / config.run.name / "metrics.jsonl").read_text().splitlines()
+    row = json.loads(rows[-1])
+    assert row["step"] == 1
+    assert math.isfinite(row["actor/loss"])
