@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from hybrid_rl.engines.vllm.lifetime import FOLDER, REPORT, ignore_signals_of_ot
 from hybrid_rl.engines.vllm.processes import EngineProcesses, how_it_ended
 from hybrid_rl.engines.vllm.watch import EngineWatch
 from hybrid_rl.errors import EngineLostError
+from hybrid_rl.exchange import describe_error, make_error
 
 FORK = multiprocessing.get_context("fork")
 NEVER = threading.Event().wait
@@ -73,7 +73,7 @@ def test_a_killed_process_ends_the_wait(engine):
     assert time.monotonic() - start < 20
     assert str(info.value).endswith("; the trainer waits for it to generate 8 responses")
     assert watch.is_broken
-    copy = pickle.loads(pickle.dumps(info.value))  # as run_on_main sends it to the other ranks of a group
+    copy = make_error(*describe_error(info.value))  # as run_on_main sends it to the other ranks of a group
     assert type(copy) is EngineLostError and str(copy) == str(info.value)
 
 

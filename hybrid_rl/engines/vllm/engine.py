@@ -1,5 +1,6 @@
 """vLLM as a rollout engine in processes of its own. Whatever depends on vLLM's version is in this folder."""
 
+import atexit
 import logging
 import pickle
 import time
@@ -82,6 +83,7 @@ class VllmEngine:
         self._is_complete = self._is_aliased  # AliasLoader has checked it
         self._has_tokenizer = bool(config.stop_strings)
         self._mapped = set(_TAGS)
+        atexit.register(self.close)  # of a run that ends while it is built
         try:
             with engine_environment(gpus, folder=self._folder.path, report=self._processes.report_path):
                 arguments = engine_arguments(
@@ -222,6 +224,7 @@ class VllmEngine:
         if self._is_closed:
             return
         self._is_closed = True
+        atexit.unregister(self.close)
         self._give_bucket_back()
         self._copies.close()
         self._folder.request_end()

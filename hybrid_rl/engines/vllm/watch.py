@@ -66,7 +66,7 @@ class EngineWatch:
         """Start the time without progress of the current wait anew."""
         self._num_signs += 1
 
-    def call(self, work: Callable[[], T], doing: str, **limits: Any) -> T:
+    def call(self, work: Callable[[], T], doing: str) -> T:
         """Return the result of a function that calls the engine, and runs in a thread; see wait.
 
         Raises:
@@ -74,7 +74,7 @@ class EngineWatch:
             Exception: what the function raises.
         """
         call = Call(work)
-        self.wait(call.has_ended, doing, **limits)
+        self.wait(call.has_ended, doing)
         return self.result(call, doing)
 
     def result(self, call: Call[T], doing: str) -> T:
@@ -100,7 +100,6 @@ class EngineWatch:
         doing: str,
         *,
         progress: Callable[[], Any] | None = None,
-        limit_s: float | None = None,
         poll_s: float = _POLL_S,
     ) -> None:
         """Wait until is_done(seconds), which waits so long itself, returns True.
@@ -108,12 +107,11 @@ class EngineWatch:
         Args:
             progress: returns something that differs from its last result if the engine makes progress; by default the
                 number of calls of sign_of_progress.
-            limit_s: time without progress; run.stall_timeout_s by default.
+            poll_s: how often the processes are looked at.
 
         Raises:
-            EngineLostError: a process of the engine has ended, or there was no progress for limit_s.
+            EngineLostError: a process of the engine has ended, or there was no progress for stall_timeout_s.
         """
-        limit_s = self.stall_timeout_s if limit_s is None else limit_s
         progress = progress or (lambda: self._num_signs)
         idle_s, last_time, last_progress = 0.0, time.monotonic(), progress()
         is_complete = False
@@ -123,8 +121,8 @@ class EngineWatch:
                 now, made = time.monotonic(), progress()
                 idle_s = 0.0 if made != last_progress else idle_s + min(now - last_time, _LONGEST_POLL_S)
                 last_time, last_progress = now, made
-                if idle_s >= limit_s:
-                    raise EngineLostError(f"{self._who_stalls(limit_s)}; the trainer waits for it to {doing}")
+                if idle_s >= self.stall_timeout_s:
+                    raise EngineLostError(f"{self._who_stalls()}; the trainer waits for it to {doing}")
             is_complete = True
         finally:
             self.is_broken |= not is_complete
@@ -140,13 +138,13 @@ class EngineWatch:
             f"process {pid} of the rollout engine {how_it_ended(code)}; the trainer waits for it to {doing}"
         ) from cause
 
-    def _who_stalls(self, limit_s: float) -> str:
+    def _who_stalls(self) -> str:
         """Return which process is stopped or does not respond, as the start of a sentence."""
         running = self._processes.running()
         stopped = [state for state in running if state.is_stopped]
         pid = (stopped or running)[0].pid if running else "unknown"
         is_what = "is stopped (SIGSTOP or a debugger)" if stopped else "does not respond"
         return (
-            f"process {pid} of the rollout engine {is_what} and has made no progress for {limit_s:g} s "
-            "(run.stall_timeout_s)"
+            f"process {pid} of the rollout engine {is_what} and has made no progress for "
+            f"{self.stall_timeout_s:g} s (run.stall_timeout_s)"
         )
