@@ -1,7 +1,8 @@
-"""Text that others have written, such as a model or a scorer, for terminals and logs."""
+"""Text for terminals and logs, of which a model, a scorer or a settings file may have written a part."""
 
 import io
 import logging
+import re
 import sys
 import traceback
 import unicodedata
@@ -17,6 +18,14 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(c if _is_harmless(c) else _escaped(c) for c in text)
 
 
+def hide_passwords(text: str) -> str:
+    """Return a text with *** in place of the user name and the password in every URL."""
+    return _USER_IN_URL.sub("***@", text)
+
+
+_USER_IN_URL = re.compile(r"(?<=//)[^/\s]*@")
+
+
 def _is_harmless(character: str) -> bool:
     return character.isprintable() or character in "\n\t" or unicodedata.category(character) == "Zs"
 
@@ -27,11 +36,11 @@ def _escaped(character: str) -> str:
 
 
 class PrintableRecord(logging.LogRecord):
-    """A message of a log, escaped by `printable`."""
+    """A message of a log, escaped by `printable` and without passwords in URLs."""
 
     def getMessage(self) -> str:  # noqa: N802
         """Return the text of the message."""
-        return printable(super().getMessage())
+        return printable(hide_passwords(super().getMessage()))
 
 
 class PrintableStream(io.TextIOWrapper):

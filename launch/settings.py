@@ -16,7 +16,7 @@ from yaml import YAMLError
 
 from hybrid_rl.config import Config, ConfigError, Findings, as_dict, check
 from hybrid_rl.errors import RunError
-from hybrid_rl.printable import printable
+from hybrid_rl.printable import hide_passwords, printable
 from hybrid_rl.settings.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE
 from hybrid_rl.settings.types import with_settings
 from hybrid_rl.settings.yaml_format import dump, load
@@ -137,7 +137,7 @@ def with_demo(config: Config) -> Config:
 
 def print_error(error: object) -> None:
     """Print an error that the user can correct."""
-    print(f"error: {printable(str(error))}", file=sys.stderr)
+    print(f"error: {printable(hide_passwords(str(error)))}", file=sys.stderr)
 
 
 @contextmanager

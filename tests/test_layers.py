@@ -17,7 +17,7 @@ ROOMS: dict[str, set[str]] = {
     **{name: set() for name in BASE},
     "atomic": {"errors"},
     "algorithms.specs": set(),  # a room of its own without torch, which processes that import config do not load
-    "config": {"algorithms.specs", "config_operation", "config_training"},
+    "config": {"algorithms.specs", "config_operation", "config_training", "printable"},
     "config_operation": set(),
     "config_training": {"algorithms.specs"},
     "exchange": {"config", "errors", "serialization"},

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from hybrid_rl.monitoring.metrics import write_rollouts
-from hybrid_rl.printable import PrintableRecord, printable
+from hybrid_rl.printable import PrintableRecord, hide_passwords, printable
+from hybrid_rl.rewards.remote import RemoteScorer
+from hybrid_rl.validate import validate
+from launch.colocated import parse
+from launch.settings import exit_on_config_error
 
 ROOT = Path(__file__).parents[1]
 RED, CONTROL_SEQUENCE = "\x1b[31m", "\x9b2J"
@@ -124,3 +128,42 @@ def test_what_a_scorer_prints_and_raises_is_escaped(tmp_path):
     shown = "\\u001b[31m\\ud83d"
     lines = ended.stderr.splitlines()
     assert lines[:2] == [shown, shown] and f"ValueError: {shown}" in lines[2] and "\x1b" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        ("http://user:secret@host/x", "http://***@host/x"),
+        ("['https://user:s@cret@host:8000', 'http://token@other']", "['https://***@host:8000', 'http://***@other']"),
+        ("//user:secret@host", "//***@host"),
+        ("http://host/path?mail=a@b.c, me@host", "http://host/path?mail=a@b.c, me@host"),
+    ],
+)
+def test_passwords_in_urls_are_hidden(text, shown):
+    assert hide_passwords(text) == shown
+    assert PrintableRecord("a", logging.INFO, "file.py", 1, "%s", (text,), None).getMessage() == shown
+
+
+@pytest.mark.parametrize(
+    "urls",
+    [
+        '["http://user:secret@host/x"]',
+        "http://user:secret@host/x",
+        '[["http://user:secret@host/x"]]',
+        '{"a": "http://user:secret@host/x"}',
+        '["ftp://user:secret@host/x"]',
+        '["http://user:secret@[host/x"]',
+        '["http://user:p/secret@host/x"]',
+        '["http://host:secret@/x"]',
+        f'["http://{"u" * 300}:secret@host/x"]',
+    ],
+)
+def test_a_password_in_a_reward_url_is_refused_and_not_shown(urls, tmp_path, capfd):
+    arguments = ["--run.dir", str(tmp_path), "--reward.remote_urls", urls]
+    with pytest.raises(SystemExit) as ended, exit_on_config_error():
+        config, _ = parse(arguments)
+        RemoteScorer(validate(config).reward.remote_urls, timeout_s=1.0, retries=0, stall_timeout_s=1.0)
+    shown = capfd.readouterr()
+    assert ended.value.code == 2 and shown.err.startswith("error: reward.remote_urls")
+    assert "secret" not in shown.out + shown.err
+    assert list(tmp_path.iterdir()) == []

@@ -92,7 +92,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"rollout.stop_token_ids": [7, 8, 7]}, "rollout.stop_token_ids = [7, 8, 7]: holds 7 twice"),
     (
         {"models.actor": "a\0b"},
-        "models.actor = a\\x00b: must hold no line end and no control character",
+        "models.actor = a\\u0000b: must hold no line end and no control character",
     ),
     *[
         ({"run.name": name}, f"run.name = {name}: must name a folder in run.dir, so not hold a / or be . or ..")

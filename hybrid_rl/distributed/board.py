@@ -50,6 +50,12 @@ def parse_note(text: str) -> Note | None:
         return None
 
 
+def runs(note: Note) -> bool:
+    """Return whether the process of a note of this machine runs."""
+    state = read_state(note.pid)
+    return state is not None and state.started == note.started and not state.has_ended
+
+
 def print_errors(messages: Sequence[str]) -> None:
     """Print to stderr without Python's buffer, which another thread may hold."""
     os.write(2, "".join(f"error: {printable(hide_passwords(message))}\n" for message in messages).encode())
@@ -121,9 +127,24 @@ class FolderBoard:
         if self.failure():
             if rank == 0:
                 print_errors(messages)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self.remove_abandoned()
             return
         self._replace(f"error{rank}.json", json.dumps({"messages": list(messages), "code": code}))
+
+    def remove_abandoned(self) -> None:
+        """Delete the folder if the launcher has ended, which would do it otherwise."""
+        if self.failure():
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def write_launcher(self) -> None:
+        """Write the note of this process, the launcher."""
+        self._replace("launcher.json", json.dumps(asdict(own_note(os.getpid(), count=0, work="wait for the ranks"))))
+
+    def is_dead(self) -> bool:
+        """Return whether launcher and ranks are known to have ended; not where the folder is of another machine."""
+        names = ["launcher.json", *(path.name for path in self._folder.glob("rank*.json"))]
+        notes = [parse_note(self._read(name)) for name in names]
+        return all(note and note.machine == machine_id() and not runs(note) for note in notes)
 
     def reported(self, rank: int) -> tuple[list[str], int] | None:
         """Return messages and exit code of the error that a rank has reported; None if there is none."""

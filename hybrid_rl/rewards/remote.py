@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 
 from hybrid_rl.config import ConfigError, Findings, check
 from hybrid_rl.errors import RewardLostError
-from hybrid_rl.printable import hide_passwords
 from hybrid_rl.rewards.answers import check_is_temporary, first_line, name_of, read_scores, retry_after_s
 from hybrid_rl.rewards.headers import SecretHeaders
 from hybrid_rl.rewards.http_request import Answer, NoAnswerError, open_session, post, run_coroutine
@@ -165,8 +164,9 @@ def check_url(url: str) -> None:
         parts = urlsplit(url)
         has_host, has_user, _ = bool(parts.hostname), "@" in parts.netloc, parts.port
     except ValueError as error:
-        reason = "" if "@" in url else f": {error}"  # an error of a URL with a password may quote a part of it
-        raise ConfigError(f"{field}: {hide_passwords(url)!r} is no URL{reason}") from error
+        if "@" in url:  # the error, too, may quote a part of a password
+            raise ConfigError(f"{field}: a URL with a user name or password is no URL: give it without them") from error
+        raise ConfigError(f"{field}: {url!r} is no URL: {error}") from error
     check(
         not has_user,
         f"{field}: the URL of host {parts.hostname} holds a user name or password, which config.yaml and messages "

@@ -8,6 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from hybrid_rl.algorithms.specs import ESTIMATORS, POLICY_LOSSES
 from hybrid_rl.config import Config
+from hybrid_rl.printable import hide_passwords, printable
 
 CHOICES: dict[str, Mapping[str, Any]] = {"advantage.estimator": ESTIMATORS, "update.policy_loss": POLICY_LOSSES}
 """Setting -> the table that has its choices, to which a program may add."""
@@ -173,6 +174,6 @@ def show(value: Any, *, is_quoted: bool = False) -> str:
 
 
 def shorten(text: str) -> str:
-    """Return a text on one line, control characters as escapes, cut if it is long."""
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
+    """Return a text on one line, control characters as escapes and without passwords in URLs, cut if it is long."""
+    text = printable(hide_passwords(" ".join(text.split())))
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
