@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from hybrid_rl.config import Config, ConfigError
-from launch.translate import coati, coati_ray, openrlhf
+from launch.translate import coati, coati_grpo, coati_ray, openrlhf, trl, verl
 from launch.translate.command import default_of, settings_of, translate
 from launch.translate.program import Program
 from launch.translate.reading import read_arguments
@@ -103,6 +103,26 @@ def test_variables_and_arrays_of_a_script_are_expanded() -> None:
         (openrlhf.PROGRAM, "--lora_rank 8", "models.lora.alpha", 16),
         (openrlhf.PROGRAM, "--lr_scheduler constant_with_warmup --max_samples 1024", "update.actor.warmup_steps", 1),
         (openrlhf.PROGRAM, "--max_samples=1025 --num_episodes=3", "run.num_steps", 6),
+        (openrlhf.PROGRAM, "--zero_stage 0", "update.zero_stage", 1),
+        (openrlhf.PROGRAM, "--full_determinism", "run.deterministic", True),
+        (openrlhf.PROGRAM, "--ds.use_liger_kernel", "models.fused_layers", "liger"),
+        (openrlhf.PROGRAM, "--actor.loss_agg_mode seq-mean-token-mean", "update.aggregation", "sequence_mean"),
+        (openrlhf.PROGRAM, "--algo.kl.use_loss --algo.kl.unbiased_gradient", "advantage.kl_unbiased", True),
+        (openrlhf.PROGRAM, "--algo.advantage.is_correction_level token", "update.correction", "icepop"),
+        (openrlhf.PROGRAM, "--algo.advantage.is_correction_level token --algo.advantage.is_correction_mode clip",
+         "update.correction", "tis"),
+        (openrlhf.PROGRAM, "--algo.advantage.is_correction_level seq", "update.correction", "sequence_mask"),
+        (openrlhf.PROGRAM, "--algo.advantage.is_correction_level token --algo.advantage.is_correction_threshold 3",
+         "update.correction_high", 3.0),
+        (openrlhf.PROGRAM, "--data.prompt_split test", "prompts.split", "test"),
+        (openrlhf.PROGRAM, "--eval.dataset org/name", "prompts.eval_split", "train"),
+        (openrlhf.PROGRAM, "--data.max_samples 100", "prompts.max_samples", 100),
+        (coati_grpo.PROGRAM, "--num_collect_steps 8 --experience_batch_size 1 --train_batch_size 4 "
+         "--accumulation_steps 4", "update.mini_batch_size", 16),
+        (coati_grpo.PROGRAM, "--num_collect_steps 8 --experience_batch_size 1", "rollout.rollout_batch_size", 8),
+        (coati_grpo.PROGRAM, "", "advantage.kl_coef", 0.7),
+        (coati_grpo.PROGRAM, "--reward_functions gsm8k_reward_fn math_competition_reward_fn", "reward.weights",
+         [2.0, 9.0, 9.0]),
         (coati.PROGRAM, "--num_collect_steps 3 --experience_batch_size 4 --train_batch_size 2 --accumulation_steps 4",
          "update.mini_batch_size", 6),  # 8 in ColossalChat, which does not divide the 12 responses of a step
         (coati.PROGRAM, "--plugin gemini", "update.zero_stage", 3),
@@ -113,6 +133,60 @@ def test_variables_and_arrays_of_a_script_are_expanded() -> None:
         (coati.PROGRAM, "--checkpoint_path out/actor/modeling", "models.actor", "out/actor/modeling"),
         (coati_ray.PROGRAM, "--need_optim_ckpt False --max_timesteps 5", "checkpoint.every_steps", 5),
         (coati_ray.PROGRAM, "--strategy ddp", "memory.swap", "off"),
+        (coati_ray.PROGRAM, "--strategy ddp", "update.zero_stage", 1),
+        (verl.PROGRAM, "actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.rollout.n=5",
+         "update.mini_batch_size", 320),  # prompts in verl, responses here
+        (verl.PROGRAM, "actor_rollout_ref.actor.clip_ratio=0.3 actor_rollout_ref.actor.clip_ratio_low=null",
+         "update.clip_low", 0.3),  # verl's own bounds are 0.2 and count before clip_ratio
+        (verl.PROGRAM, "actor_rollout_ref.actor.clip_ratio_high=0.28", "update.clip_high", 0.28),
+        (verl.PROGRAM, "", "update.dual_clip", 3.0),
+        (verl.PROGRAM, "", "rollout.tensor_parallel_size", 2),
+        (verl.PROGRAM, "", "update.actor.weight_decay", 0.01),
+        (verl.PROGRAM, "", "run.dir", "checkpoints/verl_examples"),
+        (verl.PROGRAM, "algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=False",
+         "advantage.estimator", "dr_grpo"),
+        (verl.PROGRAM, "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=k3+",
+         "advantage.kl_estimator", "k2"),
+        (verl.PROGRAM, "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.02", "advantage.kl_coef", 0.02),
+        (verl.PROGRAM, "actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "update.aggregation", "sequence_mean"),
+        (verl.PROGRAM, "data.train_batch_size=512 actor_rollout_ref.actor.ppo_mini_batch_size=128 "
+         "actor_rollout_ref.actor.optim.lr_warmup_steps=10", "update.actor.warmup_steps", 40),
+        (verl.PROGRAM, "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+         "=9000 actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "update.micro_batch_tokens", 18000),
+        (verl.PROGRAM, "algorithm.rollout_correction.rollout_is=token", "update.correction", "tis"),
+        (verl.PROGRAM, "algorithm.rollout_correction.rollout_rs=seq_mean_k1 "
+         "algorithm.rollout_correction.rollout_rs_threshold=0.999_1.001", "update.correction_low", 0.999),
+        (verl.PROGRAM, "algorithm.rollout_correction.bypass_mode=True", "update.old_logprobs", "rollout"),
+        (verl.PROGRAM, "custom_reward_function.path=r.py", "reward.functions", ["r.py:compute_score"]),
+        (verl.PROGRAM, "data.train_files=[x/gsm8k/train.parquet]", "reward.functions", ["gsm8k"]),
+        (verl.PROGRAM, "data.train_files=[x/gsm8k.parquet,x/math.parquet]", "reward.functions", ["math"]),
+        (verl.PROGRAM, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+         "update.tensor_parallel_size", 2),
+        (verl.PROGRAM, "reward_model.reward_kwargs.overlong_buffer_cfg.enable=True "
+         "reward_model.reward_kwargs.overlong_buffer_cfg.len=4096", "reward.overlong_buffer", 4096),
+        (verl.PROGRAM, "algorithm.filter_groups.enable=True algorithm.filter_groups.max_num_gen_batches=10",
+         "rollout.dynamic_filtering_max_retries", 9),
+        (trl.PROGRAM, "--per_device_train_batch_size 4 --gradient_accumulation_steps 8 --num_generations 8",
+         "rollout.rollout_batch_size", 4),
+        (trl.PROGRAM, "--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --steps_per_generation 8 "
+         "--num_processes 4", "update.mini_batch_size", 32),
+        (trl.PROGRAM, "--gradient_accumulation_steps 4 --steps_per_generation 2", "rollout.rollout_batch_size", 4),
+        (trl.PROGRAM, "--max_steps 90 --steps_per_generation 3 --num_iterations 2 --num_generations 2",
+         "run.num_steps", 15),  # 3 x 2 optimizer steps for each generation
+        (trl.PROGRAM, "--loss_type cispo --epsilon_high 5", "update.clip_high", 4.0),  # a ratio in TRL
+        (trl.PROGRAM, "--scale_rewards False", "advantage.estimator", "dr_grpo"),
+        (trl.PROGRAM, "--loss_type dr_grpo", "update.aggregation", "sequence_sum_constant"),
+        (trl.PROGRAM, "--beta 0.04", "advantage.kl_estimator", "k3"),
+        (trl.PROGRAM, "--use_vllm --vllm_importance_sampling_clip_max none", "update.correction_high", 1e9),
+        (trl.PROGRAM, "--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs {'min_lr_rate':0.1}",
+         "update.actor.min_lr_ratio", 0.1),
+        (trl.PROGRAM, "--warmup_ratio 0.1 --max_steps 50", "update.actor.warmup_steps", 5),
+        (trl.PROGRAM, "--dataset_name a/b --dataset_config c", "prompts.path", "a/b:c"),
+        (trl.PROGRAM, "--reward_funcs my_lib.rewards.f", "reward.functions", ["my_lib/rewards.py:f"]),
+        (trl.PROGRAM, "--reward_model_name_or_path r --reward_funcs accuracy_reward --reward_weights 0.5 2",
+         "reward.model_weight", 0.5),
+        (trl.PROGRAM, "--use_peft --lora_r 8", "models.lora.rank", 8),
+        (trl.PROGRAM, "--bf16 false", "models.dtype", "float32"),
     ],
 )  # fmt: skip
 def test_values(program: Program, arguments: str, field: str, value: Any) -> None:
@@ -135,6 +209,31 @@ def test_only_parallelism_that_exists_here_is_translated(arguments, changed):
 def test_parallelism_inside_a_model_leaves_fewer_batches() -> None:
     arguments = "--plugin 3d --tp 2 --pp 2 --num_collect_steps 1 --experience_batch_size 6"
     assert settings(coati.PROGRAM, arguments, 16)["rollout.rollout_batch_size"] == 24
+
+
+@pytest.mark.parametrize(
+    "option, argument, paragraph",
+    [
+        ("--from-openrlhf", "--ckpt.path x", "Missing here"),
+        ("--from-openrlhf", "--logger.wandb.project x", "Missing here"),
+        ("--from-openrlhf", "--ds.overlap_comm", "Missing here"),
+        ("--from-openrlhf", "--ds.value_head_prefix value", "Not carried over"),
+        ("--from-openrlhf", "--actor.optim muon", "Not carried over"),
+        ("--from-openrlhf", "--ds.param_dtype fp16", "Differs here"),
+        ("--from-openrlhf", "--ds.attn_implementation flash_attention_3", "Differs here"),
+        ("--from-verl", "trainer.logger=[console,wandb]", "Missing here"),
+        ("--from-verl", "actor_rollout_ref.rollout.top_p=0.9", "Not carried over"),
+        ("--from-verl", "actor_rollout_ref.model.use_remove_padding=True", "Has no meaning here"),
+        ("--from-trl", "--report_to wandb", "Missing here"),
+        ("--from-trl", "--top_entropy_quantile 0.2", "Not carried over"),
+        ("--from-trl", "--log_completions", "Has no meaning here"),
+    ],
+)
+def test_what_is_not_translated_is_listed_by_its_effect(option: str, argument: str, paragraph: str) -> None:
+    text = translate(SYSTEMS[option], [argument]).text
+    name = re.split("[ =]", argument)[0]
+    listed = [part for part in text.split("\n#\n") if re.search(rf"^# - .*{re.escape(name)}\b", part, re.MULTILINE)]
+    assert [part.startswith(f"# {paragraph}") for part in listed] == [True]
 
 
 def test_settings_of_the_critic_are_omitted_without_one() -> None:

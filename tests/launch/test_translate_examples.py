@@ -88,6 +88,7 @@ EXAMPLES = {
             "models": {"actor": "models/sft", "reward": "models/rm", "gradient_checkpointing": True},
             "prompts": {
                 "path": "prompts.jsonl",
+                "max_samples": 100000,
                 "prompt_column": "context_messages",
                 "answer_column": None,
                 "chat": True,
@@ -121,6 +122,7 @@ EXAMPLES = {
             "models": {"actor": "models/sft", "gradient_checkpointing": True},
             "prompts": {
                 "path": "prompts.jsonl",
+                "max_samples": 20000,
                 "prompt_column": "context_messages",
                 "answer_column": None,
                 "chat": True,
