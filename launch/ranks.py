@@ -30,6 +30,8 @@ from hybrid_rl.printable import escape_messages, print_trace
 END_LIMIT_S = 26.0
 """Seconds for the other ranks to end after one has failed, or for all after a signal."""
 POLL_S = 0.2
+PREFIX = "hybrid_rl_ranks_"
+"""Beginning of the names of the folders in the temporary folder."""
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -76,8 +78,11 @@ def launch_ranks(
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
     if config.checkpoint.on_sigterm:
         signals.defer(_deferral(config.checkpoint.grace_s))
-    with tempfile.TemporaryDirectory(prefix="hybrid_rl_ranks_") as folder:
-        ranks = Ranks(FolderBoard(Path(folder)))
+    remove_dead_folders()
+    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
+        board = FolderBoard(Path(folder))
+        board.write_launcher()
+        ranks = Ranks(board)
         signals.before_end_at_once(partial(_end_at_once, ranks, folder))
         try:
             works = [partial(_run_process, config, rank, num_ranks, folder, run) for rank in range(num_ranks)]
@@ -86,6 +91,13 @@ def launch_ranks(
         finally:
             ranks.end()
         ranks.raise_failure()
+
+
+def remove_dead_folders() -> None:
+    """Delete the folders of launchers of this machine that were killed together with all their ranks."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        if FolderBoard(folder).is_dead():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _end_at_once(ranks: "Ranks", folder: str) -> None:
@@ -118,6 +130,8 @@ def _run_process(config: Config, rank: int, num_ranks: int, folder: str, run: Ca
     except Exception as error:
         print_trace(type(error), error, error.__traceback__)
         sys.exit(1)
+    finally:
+        board.remove_abandoned()
 
 
 class Ranks:

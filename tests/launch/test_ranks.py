@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -116,6 +117,7 @@ def list_ports(_: Config) -> None:
 
 def main() -> None:
     """Launch three ranks that call a function of this file."""
+    tempfile.tempdir = None  # the process from which this one is forked has read TMPDIR before
     signals.handle_signals()
     run = globals()[sys.argv[1]]
     config = replace(CONFIG, checkpoint=replace(CONFIG.checkpoint, on_sigterm=run is preempted))
@@ -141,6 +143,10 @@ class Launcher:
 
     def signal(self, number: int) -> None:
         self._server.program().send_signal(number)
+
+    def killed(self) -> None:
+        """Wait for its end, which leaves a folder."""
+        assert self._server.wait(100).code == -signal.SIGKILL
 
     def ended(self) -> ProgramResult:
         """Return how it ended; nothing is left in the temporary folder."""
@@ -247,6 +253,21 @@ def test_ranks_whose_launcher_is_killed_end_and_remove_its_folder(launch, tmp_pa
     _, alive = psutil.wait_procs(ranks, timeout=25)
     assert not alive
     assert launcher.ended().code == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_the_next_launch_removes_the_folder_of_processes_that_were_all_killed(launch, tmp_path):
+    launcher = launch(wait)
+    ranks = launcher.ranks_that_wait()
+    for rank in ranks:
+        rank.suspend()
+    launcher.signal(signal.SIGKILL)
+    for rank in ranks:
+        rank.kill()
+    launcher.killed()
+    (left,) = tmp_path.glob("hybrid_rl*")
+    launch(lose_engine).ended()  # in the same temporary folder, of which nothing is left
+    assert not left.exists()
 
 
 def test_ranks_of_a_node_listen_on_loopback_alone(launch):
