@@ -108,6 +108,7 @@ def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("four_heads")
     config = tiny_config()
     config.num_attention_heads = config.num_key_value_heads = 4
+    config.vocab_size = 64  # a smaller one is padded, so that the last worker would hold nothing but padding
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 

@@ -30,6 +30,8 @@ _BROKEN_END_LIMIT_S = 5.0
 _CALL_LIMIT_S = 10.0
 """Time in which an idle engine gives the trainer's bucket back before it ends."""
 _START_POLL_S = 0.5
+_POLLING_SHARE = 0.01
+"""Share of a core that the processes of an engine use which does nothing but poll."""
 
 logger = logging.getLogger(__name__)
 
@@ -121,10 +123,13 @@ class VllmEngine:
         self._folder.record(self._processes.shared_memory())
 
     def _start_progress(self) -> int | None:
-        """Return the seconds of CPU time of all processes; None while one is stopped."""
+        """Return a number that grows with the CPU time of all processes; None while one is stopped."""
         self._folder.record(self._processes.shared_memory())
         running = self._processes.running()
-        return None if any(state.is_stopped for state in running) else int(sum(state.cpu_s for state in running))
+        step_s = _POLLING_SHARE * self._watch.stall_timeout_s
+        return (
+            None if any(state.is_stopped for state in running) else int(sum(state.cpu_s for state in running) / step_s)
+        )
 
     def generate(
         self, prompts: Sequence[list[int]], sampling: Sampling, seeds: Sequence[int] | None

@@ -1,0 +1,70 @@
+"""The command ends in one sentence when its rollout engine is killed or stopped, and leaves nothing."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from hybrid_rl.config import Config, as_dict
+from tests.programs import PATHS, ROOT
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def temporary(monkeypatch) -> Iterator[Path]:
+    """A temporary folder of the command, with a short path, and empty at the end."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+        assert [path.name for path in Path(folder).iterdir() if not path.name.startswith("torchinductor_")] == []
+
+
+def engine_of(process: subprocess.Popen) -> psutil.Process | None:
+    """Return the core process of the engine, as vLLM names it."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    return next((child for child in children if "EngineCore" in " ".join(child.cmdline())), None)
+
+
+@pytest.mark.parametrize(
+    "mode, number", [("alias", signal.SIGKILL), ("copy", signal.SIGSTOP)], ids=["killed", "stopped"]
+)
+def test_a_run_whose_engine_is_lost(make_config: Callable[..., Config], temporary, tmp_path, mode, number):
+    config = make_config(tmp_path, rollout={"engine": "vllm"}, sync={"mode": mode})
+    run = dataclasses.replace(config.run, num_steps=100_000, stall_timeout_s=10.0)
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(yaml.safe_dump(as_dict(dataclasses.replace(config, run=run))))
+    process = subprocess.Popen(
+        [sys.executable, "launch/colocated.py", "--config", str(settings)],
+        cwd=ROOT,
+        env={**os.environ, **PATHS},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        while not (config.run_dir / "latest").exists():
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.2)
+        engine = engine_of(process)
+        others = psutil.Process(process.pid).children(recursive=True)
+        engine.send_signal(number)
+        start = time.monotonic()
+        output, _ = process.communicate(timeout=60)
+        assert time.monotonic() - start < 30
+    finally:
+        process.kill()
+    assert process.returncode == 3, output
+    words = "was killed by SIGKILL (exit code -9;" if number == signal.SIGKILL else "is stopped (SIGSTOP or a debugger)"
+    assert f"error: process {engine.pid} of the rollout engine {words}" in output.splitlines()[-1], output
+    assert "Traceback" not in output
+    assert [other for other in others if other.is_running()] == []
