@@ -36,6 +36,15 @@ def forget(prompt, response):
         time.sleep(0.01)
     return 1.0
 
+def forget_and_hang(prompt, response):
+    forget(prompt, response)
+    open("hangs", "w").close()
+    time.sleep(600)
+
+def half_a_message(prompt, response):
+    os.write(int(sys.argv[1]), (100).to_bytes(4, "big") + b"half")
+    time.sleep(60)
+
 def hold(prompt, response):
     held = b"x" * int(response)
     time.sleep(60 if int(response) > 1e8 else 0)
@@ -100,8 +109,9 @@ def test_what_a_function_left_behind_ends_after_its_worker_or_the_supervisor_was
     with make_pool("forget") as pool:
         pool.score([make_rollout()])
         (worker,), left = pool.process_ids, forgotten()
-        os.kill(worker if victim == "worker" else psutil.Process(worker).ppid(), signal.SIGKILL)
-        wait_until(lambda: is_gone(worker))
+        processes = {"worker": worker, "supervisor": psutil.Process(worker).ppid()}
+        os.kill(processes[victim], signal.SIGKILL)
+        wait_until(lambda: all(map(is_gone, processes.values())))
         for name in ("one", "two"):
             Path(name).unlink()
         assert pool.score([make_rollout()]).scores == [1.0]  # by another worker
@@ -110,29 +120,34 @@ def test_what_a_function_left_behind_ends_after_its_worker_or_the_supervisor_was
 
 
 PROGRAM = """
-import time
+import sys, time
 from types import SimpleNamespace
 from hybrid_rl.rewards import ScorerPool
-pool = ScorerPool(["scorers.py:forget"], timeout_s=600, num_workers=1, on_error="raise")
+pool = ScorerPool([f"scorers.py:{sys.argv[1]}"], timeout_s=600, num_workers=1, on_error="raise")
 pool.score([SimpleNamespace(prompt=SimpleNamespace(prompt_id=0), text="", sequence_id=0)])
-print(pool.process_ids[0], flush=True)
+open("hangs", "w").close()
 time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_is_left_after_the_process_of_the_pool_was_killed(ending):
-    program = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, env={**os.environ, **PATHS}
-    )
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize("name", ["forget", "forget_and_hang"], ids=["idle", "busy"])
+def test_nothing_is_left_after_the_process_of_the_pool_was_killed(ending, name):
+    program = subprocess.Popen([sys.executable, "-c", PROGRAM, name], env={**os.environ, **PATHS})
     try:
-        worker = int(program.stdout.readline())
+        wait_until(Path("hangs").exists, timeout_s=60)
         everyone = [*descendants(program.pid)[0], *forgotten()]
-        assert worker in everyone and len(set(everyone)) == 4  # supervisor, worker and what it has left
+        assert len(set(everyone)) == 4  # supervisor, worker and what it has left
     finally:
         program.send_signal(ending)
-        program.communicate()
+        program.wait()
     wait_until(lambda: all(map(is_gone, everyone)))
+
+
+def test_a_worker_that_hangs_within_a_message_is_killed_at_its_limit():
+    with make_pool("half_a_message", timeout_s=1) as pool:
+        result = pool.score([make_rollout()])
+    assert "took longer than reward.timeout_s = 1" in result.failures[0]
 
 
 def test_a_stopped_worker_is_killed_at_its_limit_and_named():
