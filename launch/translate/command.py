@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from hybrid_rl.config import Config, ConfigError
+from hybrid_rl.printable import printable
 from hybrid_rl.settings.types import takes_tuple, with_settings
 from hybrid_rl.validate import validate
 from launch.translate.program import KEEP_DEFAULT, Argument, Command, Effect, Program
@@ -147,7 +148,7 @@ def _comments(program: Program, command: Command, findings: Sequence[str]) -> st
         paragraphs += ["", title, *notes] if notes else []
     wrap = textwrap.TextWrapper(116, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False).wrap
     wrapped = [line for text in paragraphs for line in wrap(text) or [""]]
-    return "".join(f"# {line}".rstrip() + "\n" for line in wrapped) + "\n"
+    return "".join(f"# {printable(line)}".rstrip() + "\n" for line in wrapped) + "\n"
 
 
 def _gpus(program: Program, command: Command) -> list[str]:

@@ -118,8 +118,8 @@ class _Reader:
 
     def _word(self) -> "list[str | _Array]":
         """Return the word here: none or several words if it is the expansion of a variable."""
-        words, current = [], ""
-        is_quoted = False
+        words: list[str | _Array] = []
+        current, is_quoted = "", False
         while self._position < len(self._text) and self._text[self._position] not in " \t\n;":
             letter = self._text[self._position]
             if letter == "(" and re.fullmatch(r"[A-Za-z_]\w*\+?=", current):

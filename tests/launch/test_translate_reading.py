@@ -45,9 +45,16 @@ def test_a_script_is_read_as_a_shell_would(script: str, words: list[str]) -> Non
     assert words_of(script) == ["run", *words]
 
 
-def test_an_open_quotation_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="no closing quotation: run 'a"):
-        commands("echo x\nrun 'a b")
+@pytest.mark.parametrize("quotation", ["'a b", '"a b', '"a \\" b'])
+def test_an_open_quotation_is_an_error(quotation: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"no closing quotation: run {quotation}")):
+        commands(f"echo x\nrun {quotation}")
+
+
+def test_control_characters_of_a_script_are_escaped_in_the_comments() -> None:
+    text = translate(SYSTEMS["--from-openrlhf"], ["--pretrain $X\x1b[2J\x85run:"]).text
+    assert "# - --pretrain $X\\u001b[2J\\u0085run:\n" in text
+    assert text.isascii() and "\x1b" not in text
 
 
 def read(program: Program, *words: str) -> dict[str, Any]:
