@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 import torch
-from colocated_run import HERE, add_arguments, base_settings, make_model, run_colocated, write_csv
+from colocated_run import HERE, RunResult, add_arguments, base_settings, make_model, run_colocated, write_csv
 from soak_checks import findings
 
 MIB = 1 << 20
@@ -165,6 +165,7 @@ def main() -> None:
     add_arguments(parser, responses=8, prompt_tokens=8, response_tokens=8)
     parser.add_argument("--steps", type=int, default=100 if is_gpu else 200)
     parser.add_argument("--name", default=f"operation_soak_{'gpu' if is_gpu else 'cpu'}", help="of run and CSV file")
+    parser.add_argument("--swap", default="auto", choices=["auto", "vmm", "deepspeed", "off"])
     parser.set_defaults(shape="0.5b" if is_gpu else "tiny", timeout=3600.0, group_size=4)
     arguments, more = parser.parse_known_args()
     paths = make_model(arguments.shape, arguments.work, prompt_tokens=arguments.prompt_tokens, has_reward=True)
@@ -174,8 +175,11 @@ def main() -> None:
     sampler = Sampler(folder / "log.txt")
     with reward_service() as url:
         settings = soak_settings(arguments, paths, url, free_port())
-        run = run_colocated(settings, folder, num_ranks=1, more=more, timeout_s=arguments.timeout)
-    write_csv(arguments.out / f"{arguments.name}.csv", run.environment, sampler.rows)
+        try:
+            run_colocated(settings, folder, num_ranks=1, more=more, timeout_s=arguments.timeout)
+        finally:
+            if sampler.rows:
+                write_csv(arguments.out / f"{arguments.name}.csv", RunResult(folder).environment, sampler.rows)
     found = list(findings(sampler.rows))
     print(*found or ["memory, descriptors, threads and processes are flat"], sep="\n")
     sys.exit(1 if found else 0)
