@@ -1,7 +1,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: anew audit help run soak test lint docs format lock install
+.PHONY: anew audit faults help run soak test lint docs format lock install
 
 DEVICE := $(shell nvidia-smi -L 2>/dev/null | grep GPU >/dev/null && echo gpu || echo cpu)
 LOCK := requirements/$(DEVICE).txt
@@ -42,6 +42,9 @@ audit: .venv/bin/uv  ## known vulnerabilities of the locked packages; needs a ne
 
 soak: $(STAMP)  ## 50,000 fuzz cases; other numbers with ARGS="--cases 5000 --seed 7"
 	HF_HUB_OFFLINE=1 .venv/bin/python -m tests.fuzz.soak $(ARGS)
+
+faults: $(STAMP)  ## every fault of every process and file, to profiling/results/faults.csv; an hour
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 .venv/bin/python -m tests.faults.suite $(ARGS)
 
 lint: $(STAMP)  ## ruff, format check and mypy
 	.venv/bin/ruff check .

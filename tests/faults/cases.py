@@ -54,6 +54,13 @@ class Case:
         changed = "".join(f", {name} = {value}" for name, value in self.settings.items())
         return f"{self.run}: {self.fault} to {self.subject} in {self.phase}{changed}"
 
+    @property
+    def row(self) -> dict[str, str]:
+        """Columns of the CSV that describe the case."""
+        settings = " ".join(f"{name}={value}" for name, value in self.settings.items())
+        described = {"run": self.run, "subject": self.subject, "phase": self.phase}
+        return {**described, "fault": self.fault, "settings": settings}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:

@@ -14,6 +14,7 @@ import yaml
 
 from tests.faults import processes
 from tests.faults.cases import STALL_TIMEOUT_S, Case, GoesOn, Outcome
+from tests.faults.file_cases import NUM_STEPS, FileCase
 from tests.faults.processes import BUSY, STEP, SUBJECTS, LiveRun, MissedError
 from tests.faults.results import differences, results
 from tests.faults.services import Site
@@ -89,7 +90,8 @@ class FaultyRuns:
         """Make a site in a folder."""
         self._folder, self._server = folder, server
         self._site = Site(folder)
-        self._expected: dict[str, dict[str, Any]] = {}
+        self._expected: dict[tuple[str, int], dict[str, Any]] = {}
+        self._finished: dict[tuple[str, int], Path] = {}
         self._num_runs = 0
 
     def close(self) -> None:
@@ -114,14 +116,41 @@ class FaultyRuns:
                 shutil.rmtree(folder)
         raise AssertionError("unreachable")
 
-    def undisturbed(self, kind: str) -> dict[str, Any]:
+    def run_damaged(self, case: FileCase) -> Outcome:
+        """Continue a copy of a finished run in which a file is damaged, for one more step."""
+        expected = self.undisturbed("one rank", NUM_STEPS + 1)
+        self.undisturbed("one rank", NUM_STEPS)
+        folder = self._new_folder()
+        shutil.copytree(self._finished["one rank", NUM_STEPS], folder / "run")
+        case.apply(folder / "run")
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="faults") as temporary:
+            self._start("one rank", folder, {"run.num_steps": NUM_STEPS + 1}, Path(temporary))
+            traces = Traces(self._server.program(), Path(temporary))
+            ended = self._server.wait(LIMIT_S)
+            left = traces.leftovers()
+            traces.close()
+        is_same = isinstance(case.expected, GoesOn) and case.expected.is_same
+        found = differences(folder / "run", expected) if is_same else []
+        shutil.rmtree(folder)
+        return Outcome(
+            seconds=time.monotonic() - started,
+            code=ended.code,
+            output=ended.output,
+            leftovers=left,
+            open_ports=traces.open_ports(),
+            differences=found,
+        )
+
+    def undisturbed(self, kind: str, num_steps: int = 3) -> dict[str, Any]:
         """Return the results of a run without a fault."""
-        if kind not in self._expected:
+        if (kind, num_steps) not in self._expected:
             folder = self._new_folder()
-            ended = self._complete(kind, folder, {})
+            ended = self._complete(kind, folder, {"run.num_steps": num_steps})
             assert ended.code == 0, ended.output
-            self._expected[kind] = results(folder / "run")
-        return self._expected[kind]
+            self._finished[kind, num_steps] = folder / "run"
+            self._expected[kind, num_steps] = results(folder / "run")
+        return self._expected[kind, num_steps]
 
     def _run_once(self, case: Case, folder: Path, expected: dict[str, Any]) -> Outcome:
         self._site.start_service()

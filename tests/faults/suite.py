@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.faults.cases import Case, Ends, Outcome
+from tests.faults.file_cases import CASES as FILE_CASES
+from tests.faults.file_cases import FileCase
 from tests.faults.judging import faults_of
 from tests.faults.process_cases import CASES
 from tests.faults.processes import EndedError, MissedError
@@ -27,15 +29,11 @@ COLUMNS = [
 ]
 
 
-def row_of(case: Case, outcome: Outcome, faults: Sequence[str]) -> dict[str, str]:
+def row_of(case: Case | FileCase, outcome: Outcome, faults: Sequence[str]) -> dict[str, str]:
     """Return the row of a case in the CSV."""
     expected = case.expected
     return {
-        "run": case.run,
-        "subject": case.subject,
-        "phase": case.phase,
-        "fault": case.fault,
-        "settings": " ".join(f"{name}={value}" for name, value in case.settings.items()),
+        **case.row,
         "expected": f"exit code {expected.code}" if isinstance(expected, Ends) else "goes on",
         "seconds": f"{outcome.seconds:.1f}",
         "exit_code": str(outcome.code),
@@ -45,10 +43,10 @@ def row_of(case: Case, outcome: Outcome, faults: Sequence[str]) -> dict[str, str
     }
 
 
-def judge(runs: FaultyRuns, case: Case) -> tuple[Outcome, list[str]]:
+def judge(runs: FaultyRuns, case: Case | FileCase) -> tuple[Outcome, list[str]]:
     """Run a case, and return its outcome and what is not as expected; a fault that no process met is not, either."""
     try:
-        outcome = runs.run(case)
+        outcome = runs.run(case) if isinstance(case, Case) else runs.run_damaged(case)
     except (MissedError, EndedError, TimeoutError) as error:
         return Outcome(seconds=0.0, code=0, output="", leftovers=[], open_ports=[], differences=[]), [str(error)]
     return outcome, faults_of(outcome, case.expected)
@@ -61,7 +59,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=ROOT / "profiling" / "results" / "faults.csv", help="result")
     parser.add_argument("--outputs", type=Path, help="folder for the output of each run that did not end as expected")
     arguments = parser.parse_args()
-    cases = [case for name, case in CASES.items() if re.search(arguments.only, name)]
+    cases = [case for name, case in {**CASES, **FILE_CASES}.items() if re.search(arguments.only, name)]
     num_unexpected = 0
     with (
         tempfile.TemporaryDirectory() as folder,
