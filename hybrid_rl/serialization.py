@@ -147,10 +147,11 @@ def _split_foreign(value: Any) -> tuple[int, Parts]:
     if isinstance(value, datetime.datetime | datetime.timedelta):
         import pandas
 
+        time: Any = value
         if type(value) is pandas.Timestamp:
-            return _TIMESTAMP, (value.as_unit("ns").value, value.unit, _split_zone(value.tzinfo))
+            return _TIMESTAMP, (time.as_unit("ns").value, time.unit, _split_zone(time.tzinfo))
         if type(value) is pandas.Timedelta:
-            return _TIMEDELTA, (value.as_unit("ns").value, value.unit)
+            return _TIMEDELTA, (time.as_unit("ns").value, time.unit)
     place = f" on {value.device}" if isinstance(value, torch.Tensor) else ""
     raise TypeError(f"a value of type {type(value).__module__}.{type(value).__qualname__}{place} cannot be serialized")
 
