@@ -2,6 +2,7 @@
 
 import datetime
 import errno
+import functools
 import os
 import socket
 from pathlib import Path
@@ -94,16 +95,10 @@ def open_store(rank: int, size: int, timeout: datetime.timedelta) -> tuple[dist.
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by the agent of torchrun
     listener = None if is_served or rank > 0 else listen_at(host, port)
-    store = dist.TCPStore(
-        host,
-        port,
-        size,
-        is_master=listener is not None,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener and listener.detach(),
-    )
-    return dist.PrefixStore("hybrid_rl", store), StoreBoard(store.clone(), size, address=f"{host}:{port}")
+    connect = functools.partial(dist.TCPStore, host, port, size, timeout=timeout, wait_for_workers=False)
+    store = connect(is_master=bool(listener), master_listen_fd=listener.detach() if listener else None)
+    board = StoreBoard(connect(is_master=False), size, address=f"{host}:{port}")
+    return dist.PrefixStore("hybrid_rl", store), board
 
 
 def listen_at(host: str, port: int) -> socket.socket:
