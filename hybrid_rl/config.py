@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 from hybrid_rl.algorithms.specs import ESTIMATORS
 from hybrid_rl.config_operation import CheckpointConfig, MemoryConfig, RunConfig, SyncConfig
 from hybrid_rl.config_training import AdvantageConfig, OptimizerConfig, PtxConfig, UpdateConfig
+from hybrid_rl.printable import printable
 
 __all__ = [
     "AdvantageConfig",
@@ -206,7 +207,8 @@ class RewardConfig:
     """Seconds that a request may take, to the last byte of its answer, which may have 16 MiB."""
     remote_retries: int = 3
     """Further attempts of a failed request, each at the next service, after pauses that grow. A request that a service
-    refuses (status 4xx except 408, 425 and 429) or redirects is not sent again. All attempts together may take `run.stall_timeout_s`."""
+    refuses (status 4xx except 408, 425 and 429) or redirects is not sent again. All attempts together may take
+    `run.stall_timeout_s`."""
     timeout_s: float = 10.0
     """Seconds that all rule functions together may take for a response; a scorer process that exceeds them is
     killed."""
@@ -294,9 +296,9 @@ class ConfigError(ValueError):
     """A setting, or several, that cannot work; every message names field, value, rule and remedy."""
 
     def __init__(self, *messages: str) -> None:
-        """Take one sentence per finding."""
+        """Take one sentence per finding; a name or a value in it cannot write control characters or further lines."""
         super().__init__(*messages)
-        self.messages = messages
+        self.messages = tuple(printable(message).replace("\n", "\\n") for message in messages)
 
     def __str__(self) -> str:
         return "\n".join(self.messages)

@@ -26,6 +26,15 @@ def visible_names(environment: Mapping[str, str]) -> list[str] | None:
     return [name.strip() for name in value.rstrip(", ").split(",")]
 
 
+def without_spaces(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable as CUDA reads it, which takes spaces and a comma at the end for the end of the list.
+
+    Empty if the variable is not set, or hides all GPUs.
+    """
+    names = visible_names(environment)
+    return {VARIABLE: ",".join(names)} if names else {}
+
+
 def name_of_rank(environment: Mapping[str, str], local_rank: int) -> str:
     """Return the value of CUDA_VISIBLE_DEVICES with which a rank sees its own GPU, or none if all are hidden."""
     names = visible_names(environment)

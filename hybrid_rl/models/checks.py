@@ -37,15 +37,17 @@ def check_models(config: Config) -> None:
     if configs["models.actor"] is None:  # its folder is named already
         findings.raise_any()
     tokenizer = findings.run(lambda: load_tokenizer(config.models.actor))
-    findings.raise_any()
-    for field, path in paths.items():
+    if tokenizer is None:
+        findings.raise_any()
+    found = {field: model_config for field, model_config in configs.items() if model_config is not None}
+    for field, model_config in found.items():
         kind = {"is_policy": field in ("models.actor", "models.reference"), "new_head": field == "models.critic"}
-        findings.run(partial(check_weights, path, field=field, **kind))
-        findings.run(partial(_check_tokens, config, field, path, configs[field], tokenizer))
+        findings.run(partial(check_weights, paths[field], field=field, **kind))
+        findings.run(partial(_check_tokens, config, field, paths[field], model_config, tokenizer))
     source = "models.reward" if config.models.reward else "models.actor"
-    if config.has_critic:
-        configs.setdefault("models.critic", configs[source])
-    for field, model_config in configs.items():
+    if config.has_critic and source in found:
+        found.setdefault("models.critic", found[source])
+    for field, model_config in found.items():
         findings.run(partial(_check_class, config, field, model_config))
     where = f"models.actor = {config.models.actor}"
     findings.run(lambda: check_export(configs["models.actor"], tokenizer, where=where))

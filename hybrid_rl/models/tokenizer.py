@@ -91,14 +91,18 @@ def _named_eos(path: str, file_name: str) -> list[int]:
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the token ids of a text that goes on: with the tokens that the tokenizer puts before a text, such as BOS,
-    once, and without those that it puts after one, such as EOS or a separator.
+    once, and without those that it puts after one, such as EOS or a separator. A BOS that the text repeats occurs once.
 
     Raises:
         ConfigError: the tokenizer changes the text's own tokens when it adds special tokens.
     """
     token_ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     added = _added_before(tokenizer, text[:PROBE_LENGTH])
-    return token_ids if token_ids[: len(added)] == added else added + token_ids
+    token_ids = token_ids if token_ids[: len(added)] == added else added + token_ids
+    bos = tokenizer.bos_token_id
+    while bos is not None and token_ids[:2] == [bos, bos]:
+        del token_ids[0]
+    return token_ids
 
 
 def _added_before(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -206,7 +206,6 @@ def check_metrics_file(rng: random.Random, folder: Path) -> None:
         assert kind is not None, f"refuses whole rows: {found}"
         return
     found.write(first, {"loss": 9.0})
-    found.close()
     after = [json.loads(line) for line in path.read_text().splitlines()]
     kept = rows[: first - 1]
     if kind == "cut":

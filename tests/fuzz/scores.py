@@ -199,7 +199,7 @@ def check_service(rng: random.Random, folder: Path) -> None:
     content = b"<html>" if wrong == "no json" else json.dumps(answers.get(wrong)).encode()
     service.bodies, service.answer = [], lambda _: (rng.choice([400, 404, 422]) if wrong == "status" else 200, content)
     url = f"http://127.0.0.1:{service.server_port}/score"
-    scorer = RemoteScorer([url], timeout_s=20, retries=0)
+    scorer = RemoteScorer([url], timeout_s=20, retries=0, stall_timeout_s=60)
     try:
         found: Sequence[float] | None = scorer.score(rollouts)
     except (RuntimeError, ConfigError) as error:

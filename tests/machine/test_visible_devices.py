@@ -3,7 +3,7 @@
 import pytest
 
 from hybrid_rl.config import ConfigError
-from hybrid_rl.machine.visible_devices import VARIABLE, check_names, name_of_rank, visible_names
+from hybrid_rl.machine.visible_devices import VARIABLE, check_names, name_of_rank, visible_names, without_spaces
 
 UUIDS = ["GPU-8932f937-d72c", "GPU-8932aaaa-0000", "GPU-11111111-2222"]
 
@@ -27,6 +27,12 @@ def test_names_are_read_without_spaces(value, names):
     environment = {} if value is None else {VARIABLE: value}
     assert visible_names(environment) == names
     check_names(environment, UUIDS)
+
+
+def test_spaces_are_removed_for_cuda():
+    assert without_spaces({VARIABLE: " GPU-a , GPU-b,"}) == {VARIABLE: "GPU-a,GPU-b"}
+    for hidden in ({}, {VARIABLE: ""}, {VARIABLE: "-1"}):
+        assert without_spaces(hidden) == {}
 
 
 def test_each_rank_gets_its_own_name_and_none_if_all_are_hidden():
