@@ -45,21 +45,34 @@ def is_megatron(c: Command) -> bool:
     )
 
 
-def guessed_function(c: Command) -> str | None:
-    """Return the rule function that the names of the data files suggest; None if they suggest none."""
-    if has_model_reward(c) or c["custom_reward_function.path"]:
-        return None
-    names = [name.lower() for name in c["data.train_files"]]
-    if all("gsm8k" in name for name in names):
+def guessed_function(names: list[str]) -> str | None:
+    """Return the rule function that the names of data files suggest; None if they suggest none."""
+    lowered = [name.lower() for name in names]
+    if lowered and all("gsm8k" in name for name in lowered):
         return "gsm8k"
-    return "math" if any(word in name for name in names for word in MATHS) else None
+    return "math" if any(word in name for name in lowered for word in MATHS) else None
+
+
+def is_guessed(c: Command) -> bool:
+    """Return whether a rule function is guessed by the names of the files that it scores."""
+    names = c["data.val_files"] or [] if has_model_reward(c) else c["data.train_files"]
+    return not c["custom_reward_function.path"] and guessed_function(names) is not None
+
+
+def _function(c: Command, names: list[str]) -> str | None:
+    path = c["custom_reward_function.path"]
+    return f"{path}:{c['custom_reward_function.name']}" if path else guessed_function(names)
 
 
 def _functions(c: Command) -> list[str]:
-    if c["custom_reward_function.path"]:
-        return [f"{c['custom_reward_function.path']}:{c['custom_reward_function.name']}"]
-    guess = guessed_function(c)
-    return [guess] if guess else []
+    """Return the rule functions of training: none beside a reward model, as in verl."""
+    function = None if has_model_reward(c) else _function(c, c["data.train_files"])
+    return [function] if function else []
+
+
+def _eval_function(c: Command) -> str | None:
+    is_needed = has_model_reward(c) and c["data.val_files"] and c["trainer.test_freq"] > 0
+    return _function(c, c["data.val_files"]) if is_needed else None
 
 
 def num_gpus(c: Command) -> tuple[int, int]:
@@ -247,6 +260,7 @@ RULES: Mapping[str, Callable[[Command], Any]] = {
     "run.num_steps": _num_steps,
     "run.seed": lambda c: KEEP_DEFAULT if c["data.seed"] is None else c["data.seed"],
     "run.eval_every_steps": lambda c: max(0, c["trainer.test_freq"]) if c["data.val_files"] else KEEP_DEFAULT,
+    "run.eval_function": _eval_function,
     "models.reward": lambda c: c["reward_model.model.path"] if has_model_reward(c) else None,
     "models.lora.rank": _lora_rank,
     "models.lora.alpha": _lora_alpha,

@@ -2,7 +2,7 @@
 
 from launch.translate.program import Command, fixed, lost, maps, missing, moot, refused
 from launch.translate.reading import count, finite
-from launch.translate.verl_rules import MODEL, ROLLOUT, guessed_function, has_model_reward
+from launch.translate.verl_rules import MODEL, ROLLOUT, has_model_reward, is_guessed
 
 LOGGERS = {"console", "tensorboard", "file"}
 NO_CODE = "models and tokenizers with code of their own are missing here"
@@ -222,6 +222,11 @@ REWARD = (
     maps("reward_model.enable", bool, False, "models.reward"),
     maps("reward_model.model.path", str, "~/models/FsfairX-LLaMA3-RM-v0.1", "models.reward"),
     fixed(
+        "functions beside a reward model",
+        "they score evaluations alone",
+        when=lambda c: has_model_reward(c) and c["custom_reward_function.path"] is not None,
+    ),
+    fixed(
         "reward model",
         "verl may apply the reward model's own chat template; here it reads the actor's texts, with its own tokenizer",
         when=has_model_reward,
@@ -240,7 +245,8 @@ REWARD = (
         "reward functions",
         "verl chooses a function by data_source of each row; here the names of the files suggest one for all rows. "
         "verl wants the number after #### in GSM8K, here the last number counts",
-        when=lambda c: guessed_function(c) is not None,
+        "run.eval_function",
+        when=is_guessed,
     ),
     lost(
         "reward_model.reward_manager reward_manager.name",

@@ -158,6 +158,10 @@ def test_variables_and_arrays_of_a_script_are_expanded() -> None:
          "algorithm.rollout_correction.rollout_rs_threshold=0.999_1.001", "update.correction_low", 0.999),
         (verl.PROGRAM, "algorithm.rollout_correction.bypass_mode=True", "update.old_logprobs", "rollout"),
         (verl.PROGRAM, "custom_reward_function.path=r.py", "reward.functions", ["r.py:compute_score"]),
+        (verl.PROGRAM, "reward_model.enable=True custom_reward_function.path=r.py trainer.test_freq=5",
+         "run.eval_function", "r.py:compute_score"),  # with a reward model, functions score evaluations alone
+        (verl.PROGRAM, "reward_model.enable=True data.val_files=[gsm8k.parquet] trainer.test_freq=5",
+         "run.eval_function", "gsm8k"),
         (verl.PROGRAM, "data.train_files=[x/gsm8k/train.parquet]", "reward.functions", ["gsm8k"]),
         (verl.PROGRAM, "data.train_files=[x/gsm8k.parquet,x/math.parquet]", "reward.functions", ["math"]),
         (verl.PROGRAM, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
