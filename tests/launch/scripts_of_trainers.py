@@ -238,6 +238,8 @@ loss_type: dr_grpo
 max_completion_length: 512
 gradient_checkpointing: false
 """
+COATI_RAY = ("--from-coati", "python train_prompts_on_ray.py --prompt_csv_url MY/prompts.csv --pretrain MY/SFT")
+"""The default command of train_prompts_on_ray.py, which leaves the reward model open."""
 SCRIPTS = {
     "openrlhf dapo": ("--from-openrlhf", OPENRLHF_DAPO, 8, 1),
     "openrlhf ppo": ("--from-openrlhf", OPENRLHF_PPO, 8, 1),
@@ -276,6 +278,7 @@ OTHERS = {
     "/openrlhf/reward_func.py": "reward_func.py",
     "YOUR/PROMPT/DATA/part-00000": "messages.jsonl",
     "MY/template.json": "template.json",
+    "MY/prompts.csv": "prompts.csv",
     "$HOME/data/gsm8k/train.parquet": "gsm8k.parquet",
     "$HOME/data/gsm8k/test.parquet": "gsm8k.parquet",
     "/data/gsm8k/train.parquet": "gsm8k.parquet",

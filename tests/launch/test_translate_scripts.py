@@ -30,6 +30,7 @@ from launch.translate.command import translate
 from launch.translate.systems import SYSTEMS
 from tests.conftest import WORDS, make_tokenizer
 from tests.launch.scripts_of_trainers import (
+    COATI_RAY,
     OPENRLHF_AGENT,
     OPENRLHF_IMAGES,
     OTHERS,
@@ -91,6 +92,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ]
     )
     pyarrow.parquet.write_table(table, root / "gsm8k.parquet")
+    (root / "prompts.csv").write_text("prompt\n" + "".join(f"{chat[0]['content']}=\n" for chat in chats))
     (root / "reward_func.py").write_text("def reward_func(prompt, response):\n    return float(len(response) % 2)\n")
     (root / "template.json").write_text(
         json.dumps({"chat_template": tokenizer.chat_template, "stop_ids": [0], "end_of_assistant": "<eos>"})
@@ -98,13 +100,15 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def configured(option: str, text: str, folder: Path, tmp_path: Path, *arguments: str) -> tuple[Config, str]:
-    """Return the settings of a script with stand-ins, and the text of its translation."""
+def configured(
+    option: str, text: str, folder: Path, tmp_path: Path, *arguments: str, is_open: bool = False
+) -> tuple[Config, str]:
+    """Return the settings of a script with stand-ins, and the text of its translation, which may be open."""
     names = dict.fromkeys(POLICIES, "policy") | dict.fromkeys(REWARD_MODELS, "reward") | OTHERS
     for name, file in names.items():
         text = text.replace(name, str(folder / file))
     translation = translate(SYSTEMS[option], [text])
-    assert not translation.findings
+    assert bool(translation.findings) == is_open
     path = tmp_path / "translated.yaml"
     path.write_text(translation.text)
     parser: SettingsParser = make_parser("colocated.py", None)
@@ -171,24 +175,44 @@ STEPS = {
 """Script -> engine of a real step on the CPU, and the factor that divides its sizes; it also has one GPU per engine."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", STEPS)
-def test_a_script_trains_a_step(name: str, stand_ins: Path, tmp_path: Path) -> None:
-    (option, text, *_), (engine, factor) = SCRIPTS[name], STEPS[name]
-    config, _ = configured(option, text, stand_ins, tmp_path)
+def train_a_step(config: Config, tmp_path: Path, engine: str, factor: int) -> dict[str, float]:
+    """Return the metrics of a real step with the settings of translated.yaml, whose sizes are divided by a factor."""
     divided = {size: get_setting(config, size) // factor for size in SIZES if get_setting(config, size) >= factor}
     others = {
         "run.dir": tmp_path / "runs",
         "run.num_steps": 1,
         "run.resume": "never",
+        "models.reward": config.models.reward,
         "rollout.engine": engine,
         "rollout.tensor_parallel_size": 1,
     }
-    words = [word for size, value in (divided | others).items() for word in (f"--{size}", str(value))]
+    given = {name: value for name, value in (divided | others).items() if value is not None}
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, ROOT / "launch" / "colocated.py", "--config", tmp_path / "translated.yaml", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | PATHS)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = (tmp_path / "runs" / config.run.name / "metrics.jsonl").read_text().splitlines()
-    row = json.loads(rows[-1])
+    return json.loads(rows[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEPS)
+def test_a_script_trains_a_step(name: str, stand_ins: Path, tmp_path: Path) -> None:
+    (option, text, *_), (engine, factor) = SCRIPTS[name], STEPS[name]
+    config, _ = configured(option, text, stand_ins, tmp_path)
+    row = train_a_step(config, tmp_path, engine, factor)
     assert row["step"] == 1
     assert math.isfinite(row["actor/loss"])
+
+
+def test_an_untrained_reward_model_is_refused(stand_ins: Path, tmp_path: Path) -> None:
+    config, _ = configured(*COATI_RAY, stand_ins, tmp_path, "--models.reward", str(stand_ins / "policy"), is_open=True)
+    with pytest.raises(ConfigError, match="holds no trained `score` head"):
+        check_run_elsewhere(config, Machine(gpu_memory_bytes=80 * GIB))
+
+
+@pytest.mark.slow
+def test_the_default_command_of_coati_on_ray_starts_with_a_reward_model(stand_ins: Path, tmp_path: Path) -> None:
+    config, _ = configured(*COATI_RAY, stand_ins, tmp_path, "--models.reward", str(stand_ins / "reward"), is_open=True)
+    assert (config.update.zero_stage, config.responses_per_step) == (1, 80)
+    assert math.isfinite(train_a_step(config, tmp_path, "hf", 8)["actor/loss"])
