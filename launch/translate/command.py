@@ -104,10 +104,12 @@ def _find(programs: Sequence[Program], words: Sequence[str]) -> tuple[Program, S
 
 
 def _is_mapping(text: str) -> bool:
+    """Return whether a text is YAML with the names of arguments as its keys."""
     try:
-        return isinstance(yaml.load(text, Loader=yaml.BaseLoader), dict)
+        tree = yaml.load(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError:
         return False
+    return isinstance(tree, dict) and all(str(name).isidentifier() for name in tree)
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:

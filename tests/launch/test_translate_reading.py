@@ -104,6 +104,8 @@ def test_switches_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
     assert read(trl.PROGRAM, "--config", str(path)) == given
     assert read(trl.PROGRAM, "--beta", "0.2", "--config", str(path)) == {**given, "beta": 0.2}
     assert read(trl.PROGRAM, path.read_text()) == given
+    with_colon = """trl grpo --chat_template_kwargs '{"enable_thinking": false}' --beta 0.1"""
+    assert "kl_coef: 0.1" in translate(SYSTEMS["--from-trl"], [with_colon]).text
     in_command = translate(SYSTEMS["--from-trl"], [f"accelerate launch --num_processes 2 trl grpo --config {path}"])
     assert "--gpus 2\n" in in_command.text
 
