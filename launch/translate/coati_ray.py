@@ -113,6 +113,7 @@ ARGUMENTS = (
         "ColossalChat clips the score to [-5, 5] and adds it at every token; here the last token alone gets it",
         "reward.clip",
     ),
+    fixed("engine", "ColossalChat generates with transformers, here vLLM does", "rollout.kv_cache_memory_bytes"),
     fixed(
         "sampling",
         "ColossalChat samples from the 50 likeliest tokens but takes log-probs over all; here both are over all tokens",
@@ -129,6 +130,7 @@ RULES = {
     "prompts.max_prompt_tokens": lambda c: PROMPT_TOKENS,
     "prompts.overlong_prompts": lambda c: "drop",
     "rollout.max_response_tokens": lambda c: SEQUENCE_TOKENS - PROMPT_TOKENS,
+    "rollout.kv_cache_memory_bytes": lambda c: None,
     "rollout.rollout_batch_size": lambda c: c["experience_batch_size"] * c["update_timesteps"] * _num_actors(c),
     "reward.clip": lambda c: 5.0,
     "advantage.kl_coef": lambda c: 0.1,

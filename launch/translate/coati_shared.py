@@ -109,6 +109,7 @@ DATA = (
     ),
 )
 LOOP = (
+    fixed("engine", "ColossalChat generates with transformers, here vLLM does", "rollout.kv_cache_memory_bytes"),
     maps("num_episodes", count, 1, "run.num_steps", "update.actor.warmup_steps", "update.critic.warmup_steps"),
     maps(
         "num_collect_steps",
@@ -224,6 +225,7 @@ RULES = {
     "prompts.max_prompt_tokens": lambda c: c["max_length"] - c["max_seq_len"],
     "prompts.overlong_prompts": lambda c: "drop",
     "rollout.rollout_batch_size": rollout_batch_size,
+    "rollout.kv_cache_memory_bytes": lambda c: None,
     "update.mini_batch_size": _mini_batch_size,
     "update.micro_batch_tokens": lambda c: c["train_batch_size"] * c["max_length"],
     "update.aggregation": lambda c: "sequence_mean",

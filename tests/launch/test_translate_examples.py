@@ -215,7 +215,7 @@ EXAMPLES = {
                 "max_prompt_tokens": 1792,
                 "overlong_prompts": "drop",
             },
-            "rollout": {"rollout_batch_size": 64, "temperature": 0.7},
+            "rollout": {"rollout_batch_size": 64, "temperature": 0.7, "kv_cache_memory_bytes": None},
             "reward": {"clip": 5.0},
             "advantage": {"kl_coef": 0.1, "whiten": False},
             "update": {  # 4 x 2 responses on 8 processes; the critic's floor is a tenth of the actor's rate
@@ -259,7 +259,7 @@ EXAMPLES = {
                 "max_prompt_tokens": 1792,
                 "overlong_prompts": "drop",
             },
-            "rollout": {"temperature": 0.7},
+            "rollout": {"temperature": 0.7, "kv_cache_memory_bytes": None},
             "reward": {"functions": ["think_format", "gsm8k"], "weights": [2.0, 18.0], "clip": 5.0},
             "advantage": {"kl_coef": 0.1, "whiten": False},
             "update": {  # 128 responses a step, on 4 processes; ColossalChat steps every 512, across passes
@@ -291,7 +291,7 @@ EXAMPLES = {
                 "max_prompt_tokens": 96,
                 "overlong_prompts": "drop",
             },
-            "rollout": {"rollout_batch_size": 640, "max_response_tokens": 32},
+            "rollout": {"rollout_batch_size": 640, "max_response_tokens": 32, "kv_cache_memory_bytes": None},
             "reward": {"clip": 5.0},
             "advantage": {"gae_lambda": 1.0, "kl_coef": 0.1, "whiten": False},
             "update": {
