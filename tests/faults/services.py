@@ -1,7 +1,6 @@
 """Files of a run whose reward functions and service say when they work, so that a fault can meet them at that time."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -81,7 +80,8 @@ class Site:
         for mark in (*self.folder.glob("scoring_*"), *self.folder.glob("serving")):
             mark.unlink()
         self.close()
-        self._service = subprocess.Popen([sys.executable, str(self.folder / "service.py"), str(self._port)])
+        command = [sys.executable, str(self.folder / "service.py"), str(self._port)]
+        self._service = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # it reports clients that went away
         deadline = time.monotonic() + 30
         while True:
             try:
@@ -113,8 +113,3 @@ def heartbeat(run_dir: Path, rank: int = 0) -> dict:
         return json.loads((run_dir / name).read_text())
     except FileNotFoundError:
         return {}
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process runs, is stopped, or is a zombie."""
-    return os.path.exists(f"/proc/{pid}")
