@@ -8,7 +8,6 @@ import torch
 from hybrid_rl.config import Config, check
 from hybrid_rl.distributed import World
 from hybrid_rl.machine.environment import check_environment
-from hybrid_rl.machine.visible_devices import without_spaces
 from hybrid_rl.memory.device import available_bytes
 from hybrid_rl.planning.plan import GIB, Machine
 from hybrid_rl.planning.startup import machine_of
@@ -96,14 +95,11 @@ def check_run_elsewhere(config: Config, machine: Machine) -> list[str]:
 def check_start(config: Config, num_processes: int | None) -> tuple[int, list[str]]:
     """Return the number of ranks of a run on this machine, and what is wrong with settings and environment.
 
-    Spaces in CUDA_VISIBLE_DEVICES are removed.
-
     It takes no longer than the import of torch. What it cannot know, each rank finds when it starts.
     """
     checks = Checks()
     checks.run(lambda: validate(config))
     checks.run(lambda: check_environment(os.environ))
-    os.environ |= without_spaces(os.environ)
     num_ranks = checks.run(lambda: num_ranks_here(num_processes)) or 1
     return num_ranks, checks.messages
 

@@ -23,6 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]  # so that a checkout runs wit
 from jsonargparse.typing import PositiveInt  # noqa: E402
 
 from hybrid_rl.config import Config, ConfigError, check  # noqa: E402
+from hybrid_rl.machine.visible_devices import without_spaces  # noqa: E402
 from hybrid_rl.monitoring.signals import handle_signals  # noqa: E402
 from hybrid_rl.printable import escape_messages, printable  # noqa: E402
 from launch.settings import (  # noqa: E402
@@ -181,6 +182,7 @@ def main() -> None:
     """Read and check the settings, then train or plan; a plan that does not fit exits with code 1."""
     escape_messages()
     handle_signals()
+    os.environ |= without_spaces(os.environ)
     with exit_on_config_error():
         for name, command in {"plan": plan, "data": data}.items():
             if sys.argv[1:2] == [name]:

@@ -3,13 +3,13 @@
 import importlib.util
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from hybrid_rl.config import ModelsConfig, check
-from hybrid_rl.machine.visible_devices import VARIABLE, visible_names
+from hybrid_rl.config import ConfigError, ModelsConfig, check
+from hybrid_rl.machine.visible_devices import VARIABLE, check_names, visible_names
 
 HALF_CAPABILITY = (8, 0)
 """Compute capability from which GPUs compute in bfloat16, and flash-attn runs."""
@@ -44,13 +44,22 @@ def has_gpu(devices: Path = Path("/dev")) -> bool:
     return any(devices.glob("nvidia[0-9]*"))
 
 
+def is_readable(environment: Mapping[str, str]) -> bool:
+    """Return whether CUDA sees a GPU for every name in CUDA_VISIBLE_DEVICES; see check_names."""
+    try:
+        check_names(environment, driver_uuids())
+    except ConfigError:
+        return False
+    return True
+
+
 def check_torch_build() -> None:
-    """Check that PyTorch can use the GPUs of this machine, unless CUDA_VISIBLE_DEVICES hides them.
+    """Check that PyTorch can use the GPUs of this machine, unless CUDA_VISIBLE_DEVICES hides them or is wrong itself.
 
     Raises:
         ConfigError: PyTorch is a CPU build, or its CUDA does not start; the run would train on the CPU.
     """
-    if not has_gpu() or visible_names(os.environ) == []:
+    if not has_gpu() or visible_names(os.environ) == [] or not is_readable(os.environ):
         return
     remedy = f'or set {VARIABLE}="" to train on the CPU'
     check(
