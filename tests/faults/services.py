@@ -16,7 +16,9 @@ from pathlib import Path
 
 def judged(prompt, response):
     """Return a score that depends on the response alone; a file shows which process works."""
-    mark = Path(__file__).parent / f"scoring_{os.getpid()}"
+    folder = Path(__file__).parent
+    (folder / "scorer_pid").write_text(str(os.getpid()))
+    mark = folder / f"scoring_{os.getpid()}"
     mark.touch()
     time.sleep(0.1)
     mark.unlink()
@@ -94,6 +96,10 @@ class Site:
     def scoring_pids(self) -> list[int]:
         """Return the ids of the scorers that work at the moment."""
         return [int(mark.name.partition("_")[2]) for mark in self.folder.glob("scoring_*")]
+
+    def last_scorer(self) -> int:
+        """Return the process that worked on the last response."""
+        return int((self.folder / "scorer_pid").read_text())
 
     def is_serving(self) -> bool:
         """Return whether the service works at the moment."""
