@@ -130,9 +130,7 @@ def scorers_parent(run: LiveRun) -> int:
 
 def idle_scorer(run: LiveRun) -> int:
     """Return the process of a scorer that waits for responses."""
-    return min(
-        process.pid for process in _descendants(run) if "hybrid_rl.rewards.worker" in " ".join(process.cmdline())
-    )
+    return run.site.last_scorer()
 
 
 def service(run: LiveRun) -> int:
