@@ -62,18 +62,19 @@ def load_rows(
             f"{where}: '{config.answer_column}' (prompts.answer_column) is empty",
         )
     if has_answer:
-        _check_missing_numbers([str(row[config.answer_column]) for row in rows], config, source)
+        _check_missing_numbers([_answer_of(row, config, source) or "" for row in rows], config, source)
     return rows
 
 
 def _read_format(rows: list[Row], config: PromptsConfig, source: str) -> tuple[list[Row], bool]:
     """Return the rows with prompt and answer in the columns of the settings, and whether each must have an answer."""
-    columns = {"prompt_column": config.prompt_column, "answer_column": config.answer_column}
-    name = format_of(rows, config.format, **columns)
+    prompt_column, answer_column = config.prompt_column, config.answer_column
+    name = format_of(rows, config.format, prompt_column=prompt_column, answer_column=answer_column)
     if name != "plain":
         logger.info("%s: rows in the format %s", source, name)
-    has_answer = config.answer_column is not None and (name == "plain" or FORMATS[name].has_answer)
-    return standardise(rows, name, **columns, source=source), has_answer
+    has_answer = answer_column is not None and (name == "plain" or FORMATS[name].has_answer)
+    rows = standardise(rows, name, prompt_column=prompt_column, answer_column=answer_column, source=source)
+    return rows, has_answer
 
 
 def encode_prompt(

@@ -58,7 +58,8 @@ def make_batch(num_sequences: int) -> TrainBatch:
 
 
 def make_engine(small: Path, world: World, zero_stage: int) -> DeepSpeedEngine:
-    models = ModelsConfig(gradient_checkpointing=False)
+    # What the work takes must not depend on whether Liger is installed.
+    models = ModelsConfig(gradient_checkpointing=False, fused_layers="off")
     module = load_actor(str(small / "policy"), models, world.device)
     return DeepSpeedEngine(module, OptimizerConfig(lr=1e-4), zero_stage=zero_stage, total_steps=9, world=world)
 
