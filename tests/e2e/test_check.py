@@ -1,5 +1,7 @@
 """`colocated.py check`: the real command, beside a start that finds the same."""
 
+import pytest
+
 
 def test_the_command_prints_one_line_per_mistake_and_a_start_prints_the_same(run_forked, make_config, tmp_path):
     config = make_config(tmp_path)
@@ -13,6 +15,7 @@ def test_the_command_prints_one_line_per_mistake_and_a_start_prints_the_same(run
     assert not (tmp_path / "demo").exists()
 
 
+@pytest.mark.slow
 def test_the_command_describes_a_run_without_mistakes(run_forked, tmp_path):
     ended = run_forked("launch/colocated.py", "check", f"--run.dir={tmp_path}", "--num_processes=2")
     assert ended.code == 0, ended.output

@@ -246,6 +246,7 @@ def test_a_second_signal_ends_ranks_that_do_not_answer_at_once(launch):
     assert not alive
 
 
+@pytest.mark.slow
 def test_ranks_whose_launcher_is_killed_end_and_remove_its_folder(launch, tmp_path):
     launcher = launch(wait)
     ranks = launcher.ranks_that_wait()

@@ -52,7 +52,6 @@ def left(tmp_path: Path) -> RunResult:
                 timeline.counter("device_memory", used=(used + step) * GIB, trainer=5 * GIB)
         peak = {"memory/score_bytes": 8 * GIB, "memory/score_peak_bytes": 11 * GIB, "memory/score_plan_error": 0.1}
         writer.write(step, {"time/step": 10.0, "time/score": 4.0, "tokens_per_s": 5.0} | peak)
-    writer.close()
     timeline.write(tmp_path / "timeline.json")
     (tmp_path / "environment.json").write_text(json.dumps({"device": "none"}))
     return RunResult(tmp_path)
@@ -132,7 +131,6 @@ def scaled(folder: Path, seconds: float, rewards: list[float]) -> RunResult:
         writer.write(step, values | {"reward": sum(rewards) / 4, "actor/loss": 0.25 * rewards[0]})
         rows = [{"prompt_id": i, "response": f"{i} {reward}", "reward": reward} for i, reward in enumerate(rewards)]
         write_rollouts(folder, step, rows)
-    writer.close()
     return RunResult(folder)
 
 
