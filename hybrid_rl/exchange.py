@@ -67,7 +67,7 @@ def broadcast(value: Any, *classes: type, is_sender: bool, group: dist.ProcessGr
 
 
 def describe_error(error: Exception) -> tuple[str, list[str]]:
-    """Return name and sentences of an error for other ranks; for most classes those of a RuntimeError."""
+    """Return name and sentences of an error for other ranks; most classes become a RuntimeError."""
     if isinstance(error, ConfigError):
         return "ConfigError", list(error.messages)
     name = type(error).__name__

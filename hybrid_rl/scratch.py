@@ -14,7 +14,7 @@ PREFIX = ".building-"
 
 @contextmanager
 def scratch_folder(parent: Path) -> Iterator[Path]:
-    """Yield a new folder that is deleted afterwards, and delete those of processes that were killed.
+    """Yield a new folder that is deleted afterwards, and delete the ones that killed processes have left.
 
     A process locks its folder, and the kernel unlocks it however the process ends. Only one process at a time creates
     folders and looks for unlocked ones.

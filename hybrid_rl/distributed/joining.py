@@ -116,7 +116,7 @@ def listen_at(host: str, port: int) -> socket.socket:
         listener.listen(1024)
         return listener
     except socket.gaierror as error:
-        raise ConfigError(f"{field}: no such address ({error.strerror}); give that of rank 0's node") from error
+        raise ConfigError(f"{field}: no such address ({error.strerror}); give the address of rank 0's node") from error
     except OSError as error:
         reason = {
             errno.EADDRINUSE: "the port is in use; give a free one",

@@ -50,7 +50,7 @@ def check_names(environment: Mapping[str, str], uuids: Sequence[str] | None = No
         uuids: UUIDs of all GPUs of the machine, in the driver's order; None if they are not known.
 
     Raises:
-        ConfigError: a name is malformed, negative, repeated, or that of no GPU; or names of several kinds are mixed.
+        ConfigError: a name is malformed, negative or repeated, or names no GPU; or names of several kinds are mixed.
     """
     names = visible_names(environment)
     if not names:
@@ -79,7 +79,7 @@ def _check_uuids(field: str, names: Sequence[str], uuids: Sequence[str]) -> None
         check(len(matches) > 0, f"{field}: there is no GPU {name}; this machine has {', '.join(uuids) or 'none'}")
         check(len(matches) == 1, f"{field}: {name} begins the UUIDs of {len(matches)} GPUs; write more of it")
     firsts = [matches[0] for matches in found.values()]
-    check(len(set(firsts)) == len(firsts), f"{field}: two names are those of one GPU; name each once")
+    check(len(set(firsts)) == len(firsts), f"{field}: two names mean the same GPU; name each once")
 
 
 def _kind(name: str, field: str) -> str:

@@ -57,7 +57,7 @@ def test_each_rank_gets_its_own_name_and_none_if_all_are_hidden():
         ("0,3", "there is no GPU 3; the GPUs of this machine number 3, from 0 on"),
         ("GPU-7", f"there is no GPU GPU-7; this machine has {', '.join(UUIDS)}"),
         ("GPU-8932", "GPU-8932 begins the UUIDs of 2 GPUs; write more of it"),
-        ("GPU-1,GPU-11", "two names are those of one GPU; name each once"),
+        ("GPU-1,GPU-11", "two names mean the same GPU; name each once"),
         ("MIG-1,MIG-2", "several MIG devices, which NCCL cannot join; name one of them, or GPUs without MIG"),
     ],
 )

@@ -131,6 +131,6 @@ def _runs(pid: int, started: int) -> bool:
 
 
 def _still(running: Sequence[ProcessState]) -> list[ProcessState]:
-    """Return the new state of those of the processes that still run."""
+    """Return the new states of the processes that still run."""
     pairs = [(old, read_state(old.pid)) for old in running]
     return [new for old, new in pairs if new and new.started == old.started and not new.has_ended]
