@@ -113,8 +113,8 @@ class PromptsConfig:
         "sharegpt",
     ] = "auto"
     """Format of the rows: `plain` has the two columns below; every other format is named after the trainer or data set
-    that has it, see the page on data. auto takes plain where the two columns exist, and otherwise recognises the format by the
-    columns of the first row."""
+    that has it, see the page on data. auto takes plain where the two columns exist, and otherwise recognises the format
+    by the columns of the first row."""
     prompt_column: str = "prompt"
     """Column of the prompt: text, or a list of chat messages with `role` and `content`. A name such as `a.b` leads
     into the dictionary of column `a`."""

@@ -12,7 +12,6 @@ STALLED_S = STALL_TIMEOUT_S + 30.0
 KILLED = Ends(code=-9, sentence="")
 TERMINATED = Ends(code=143, sentence=r"^ended by SIGTERM$")
 INTERRUPTED = Ends(code=130, sentence=r"^ended by SIGINT$")
-TWICE = Ends(code=143, sentence=r"^ended at once by SIGTERM, the second signal$")
 REWARD_LOST = Ends(code=4, sentence=r"^reward\.functions: .*scorer\.py:judged")
 SERVICE_LOST = Ends(code=4, sentence=r"^reward\.remote_urls: ")
 ENGINE_KILLED = Ends(code=3, sentence=r"process \d+ of the rollout engine was killed by SIGKILL")

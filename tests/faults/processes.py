@@ -19,7 +19,6 @@ FAULTS: dict[str, list[tuple[signal.Signals, float]]] = {
     "SIGKILL": [(signal.SIGKILL, 0.0)],
     "SIGTERM": [(signal.SIGTERM, 0.0)],
     "SIGINT": [(signal.SIGINT, 0.0)],
-    "two SIGTERM": [(signal.SIGTERM, 2.0), (signal.SIGTERM, 0.0)],
     "SIGSTOP": [(signal.SIGSTOP, 0.0)],
     "SIGSTOP for 2 s": [(signal.SIGSTOP, 2.0), (signal.SIGCONT, 0.0)],
 }
