@@ -96,8 +96,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     Raises:
         ConfigError: the tokenizer changes the text's own tokens when it adds special tokens.
     """
-    token_ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    added = _added_before(tokenizer, text[:PROBE_LENGTH])
+    token_ids = _plain(tokenizer, text)
+    probe = text[:PROBE_LENGTH]
+    added = _added_before(tokenizer, probe, token_ids if probe == text else _plain(tokenizer, probe))
     token_ids = token_ids if token_ids[: len(added)] == added else added + token_ids
     bos = tokenizer.bos_token_id
     while bos is not None and token_ids[:2] == [bos, bos]:
@@ -105,9 +106,18 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return token_ids
 
 
-def _added_before(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the special tokens that the tokenizer puts before a text; none if the text has no tokens."""
-    plain, full = list(tokenizer(text, add_special_tokens=False)["input_ids"]), list(tokenizer(text)["input_ids"])
+def _plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the token ids of a text without special tokens around it."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _added_before(tokenizer: PreTrainedTokenizerBase, text: str, plain: list[int]) -> list[int]:
+    """Return the special tokens that the tokenizer puts before a text; none if the text has no tokens.
+
+    Args:
+        plain: ids of the text alone.
+    """
+    full = list(tokenizer(text)["input_ids"])
     for start in range(len(full) - len(plain) + 1):
         if full[start : start + len(plain)] == plain:
             return full[:start]
