@@ -117,7 +117,7 @@ class EngineProcesses:
                         os.kill(state.pid, signal.SIGKILL)
             time.sleep(_POLL_S)
         for core in self.cores:
-            core.join(_POLL_S)
+            core.join(_KILL_LIMIT_S)  # /proc shows the end of the main thread, which other threads may outlive
         return is_killed
 
     def close(self) -> None:
