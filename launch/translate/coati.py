@@ -1,6 +1,7 @@
 """ColossalChat's `examples/training_scripts/train_ppo.py`, read at commit 4f9953be (April 2026)."""
 
 from launch.translate.coati_shared import (
+    CHECKPOINTS,
     DATA,
     LOOP,
     OPTIMIZERS,
@@ -41,21 +42,7 @@ MODELS = (
         "models.critic",
         note="ColossalChat adds an untrained head if there is none; here a reward model is a trained classifier",
     ),
-    maps(
-        "rm_checkpoint_path",
-        str,
-        None,
-        "models.reward",
-        note="ColossalChat's is a Booster checkpoint; export it as a Hugging Face sequence classifier first",
-    ),
-    maps(
-        "checkpoint_path",
-        str,
-        None,
-        "models.actor",
-        note="a path with 'modeling' in it holds the weights, also those of the reference; a training state cannot be "
-        "read here, as run.resume continues only runs of this trainer",
-    ),
+    *CHECKPOINTS,
     maps(
         "critic_checkpoint_path",
         str,

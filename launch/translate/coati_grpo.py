@@ -1,6 +1,7 @@
 """ColossalChat's `examples/training_scripts/train_grpo.py`, read at commit 4f9953be (April 2026)."""
 
 from launch.translate.coati_shared import (
+    CHECKPOINTS,
     DATA,
     LOOP,
     OPTIMIZERS,
@@ -34,21 +35,7 @@ def _function_weights(c: Command) -> list[float] | None:
 MODELS = (
     maps("pretrain", str, "", "models.actor"),
     maps("rm_pretrain", str, None, "models.reward", "reward.functions", "reward.weights"),
-    maps(
-        "rm_checkpoint_path",
-        str,
-        None,
-        "models.reward",
-        note="ColossalChat's is a Booster checkpoint; export it as a Hugging Face sequence classifier first",
-    ),
-    maps(
-        "checkpoint_path",
-        str,
-        None,
-        "models.actor",
-        note="a path with 'modeling' in it holds the weights, also those of the reference; a training state cannot be "
-        "read here, as run.resume continues only runs of this trainer",
-    ),
+    *CHECKPOINTS,
 )
 ALGORITHM = (
     fixed("estimator", "", "advantage.estimator"),

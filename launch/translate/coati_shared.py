@@ -245,3 +245,22 @@ RULES = {
     "memory.swap": lambda c: "off" if c["plugin"] == "3d" and not c["zero_stage"] else "auto",
 }
 """Setting -> its value, for settings that both programs compute in the same way."""
+
+CHECKPOINTS = (
+    maps(
+        "rm_checkpoint_path",
+        str,
+        None,
+        "models.reward",
+        note="ColossalChat's is a Booster checkpoint; export it as a Hugging Face sequence classifier first",
+    ),
+    maps(
+        "checkpoint_path",
+        str,
+        None,
+        "models.actor",
+        note="a path with 'modeling' in it holds the weights, also those of the reference; a training state cannot be "
+        "read here, as run.resume continues only runs of this trainer",
+    ),
+)
+"""Arguments of checkpoints of the reward model and the actor."""
