@@ -13,7 +13,8 @@ from hybrid_rl.planning.plan import GIB, Machine
 from hybrid_rl.planning.startup import machine_of
 from hybrid_rl.preflight import Checks, Prepared, Site, prepare_run
 from hybrid_rl.validate import validate
-from launch.settings import prepare, with_demo
+
+from .settings import prepare, with_demo
 
 
 def num_ranks_here(num_processes: int | None) -> int:

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]  # so that a checkout runs without being installed
+if not __package__:  # run as a script, perhaps of a checkout that is not installed
+    sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+    __package__ = "launch"
 
 from jsonargparse.typing import PositiveInt  # noqa: E402
 
@@ -26,7 +28,8 @@ from hybrid_rl.config import Config, ConfigError, check  # noqa: E402
 from hybrid_rl.machine.visible_devices import without_spaces  # noqa: E402
 from hybrid_rl.monitoring.signals import handle_signals  # noqa: E402
 from hybrid_rl.printable import escape_messages, printable  # noqa: E402
-from launch.settings import (  # noqa: E402
+
+from .settings import (  # noqa: E402
     SettingsParser,
     exit_on_config_error,
     make_parser,
@@ -55,8 +58,8 @@ class Translate(Action):
         Raises:
             SystemExit: code 0; 2 if the command line cannot be read, or the printed settings are not complete.
         """
-        from launch.translate.command import translate
-        from launch.translate.systems import SYSTEMS
+        from .translate.command import translate
+        from .translate.systems import SYSTEMS
 
         with exit_on_config_error():
             translation = translate(SYSTEMS[self.option_strings[0]], list(values or ()))
@@ -95,7 +98,7 @@ def plan(arguments: list[str]) -> bool:
     parser.add_argument("--gpus", type=PositiveInt, default=1, help="GPUs of a node.")
     parser.add_argument("--nodes", type=PositiveInt, default=1, help="Nodes.")
     config, settings = read_settings(parser, arguments)
-    from launch.plan import show_plan
+    from .plan import show_plan
 
     choose_accelerator()
     return show_plan(prepare(config), parse_machine(settings))
@@ -108,7 +111,8 @@ def parse_machine(settings: Namespace) -> Any:
         ConfigError: the memory is not a size.
     """
     from hybrid_rl.planning.plan import Machine
-    from launch.plan import parse_bytes
+
+    from .plan import parse_bytes
 
     memory = parse_bytes(settings.gpu_memory, field="--gpu-memory")
     return Machine(gpu_memory_bytes=memory, num_gpus=settings.gpus, num_nodes=settings.nodes)
@@ -127,7 +131,7 @@ def check_only(arguments: list[str]) -> None:
     parser.add_argument("--gpu-memory", default="80GiB", help="Memory of a GPU of the other machine.")
     parser.add_argument("--nodes", type=PositiveInt, default=1, help="Nodes of the other machine.")
     config, settings = read_settings(parser, arguments)
-    from launch.check import check_run_elsewhere, check_run_here
+    from .check import check_run_elsewhere, check_run_here
 
     choose_accelerator()
     if settings.gpus is None:
@@ -146,7 +150,7 @@ def data(arguments: list[str]) -> bool:
         ConfigError: a setting, a model's folder or the data cannot work.
     """
     config, _ = read_settings(make_translating_parser(), arguments)
-    from launch.data import show_data
+    from .data import show_data
 
     choose_accelerator()
     return show_data(config)
@@ -170,7 +174,7 @@ def choose_accelerator() -> None:
 
 def launch(config: Config, num_processes: int) -> None:
     """Run one process per rank; a single rank runs in this process."""
-    from launch.ranks import launch_ranks, run_rank  # imports torch, for which --help need not wait
+    from .ranks import launch_ranks, run_rank  # imports torch, for which --help need not wait
 
     if num_processes == 1:
         run_rank(config)
@@ -191,7 +195,7 @@ def main() -> None:
             check_only(sys.argv[2:])
             return
         config, num_processes = parse()
-        from launch.check import start_checked
+        from .check import start_checked
 
         choose_accelerator()
         launch(*start_checked(config, num_processes))

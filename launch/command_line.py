@@ -15,9 +15,10 @@ from yaml import MappingNode, Node
 
 from hybrid_rl.config import Config, ConfigError, Findings, check
 from hybrid_rl.settings.types import get_setting, section_types, setting_types, shorten, without_null
-from launch.renamed import RENAMED, check_one_name
-from launch.typed_values import is_null, read_argument, read_item, read_yaml
-from launch.yaml_nodes import Source, compose_settings, entries, given_twice, read_file
+
+from .renamed import RENAMED, check_one_name
+from .typed_values import is_null, read_argument, read_item, read_yaml
+from .yaml_nodes import Source, compose_settings, entries, given_twice, read_file
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,8 @@ from hybrid_rl.data.loading import Data, load_data
 from hybrid_rl.distributed import World
 from hybrid_rl.printable import printable
 from hybrid_rl.rewards import ScorerPool
-from launch.settings import prepare
+
+from .settings import prepare
 
 WIDTH = 120
 NUM_SHOWN = 3

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]  # so that a checkout runs without being installed
+if not __package__:  # run as a script, perhaps of a checkout that is not installed
+    sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+    __package__ = "launch"
 
 import ray  # noqa: E402
 from ray.exceptions import RayError  # noqa: E402
@@ -30,7 +32,8 @@ from hybrid_rl.config import Config, ConfigError, check  # noqa: E402
 from hybrid_rl.errors import RankLostError, RunError  # noqa: E402
 from hybrid_rl.printable import escape_messages  # noqa: E402
 from hybrid_rl.settings.types import shorten  # noqa: E402
-from launch.settings import exit_on_config_error, make_parser, prepare, print_error, read_settings  # noqa: E402
+
+from .settings import exit_on_config_error, make_parser, prepare, print_error, read_settings  # noqa: E402
 
 FORWARDED = (
     *("CUDA_", "DS_", "GLOO_", "HF_", "HUGGING_FACE_HUB_", "HYBRID_RL_", "NCCL_", "OMP_", "TOKENIZERS_", "TORCH_"),
@@ -194,8 +197,9 @@ def job_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that all processes of the job get, and that Ray logs."""
     names = [name for name in environment if name.startswith(FORWARDED) and not is_secret(name)]
     forwarded = {name: environment[name] for name in names if name != "CUDA_VISIBLE_DEVICES"}
-    paths = [str(ROOT), str(ROOT / "kernels"), environment.get("PYTHONPATH", "")]
-    return forwarded | {"PYTHONPATH": os.pathsep.join(paths)}
+    is_checkout = (ROOT / "pyproject.toml").is_file()
+    paths = [str(ROOT), str(ROOT / "kernels")] if is_checkout else []
+    return forwarded | {"PYTHONPATH": os.pathsep.join([*paths, environment.get("PYTHONPATH", "")])}
 
 
 def secrets(config: Config, environment: Mapping[str, str]) -> Secrets:

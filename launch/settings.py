@@ -21,8 +21,9 @@ from hybrid_rl.settings.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE
 from hybrid_rl.settings.types import with_settings
 from hybrid_rl.settings.yaml_format import dump, load
 from hybrid_rl.validate import validate
-from launch.command_line import read_command_line
-from launch.renamed import RENAMED
+
+from .command_line import read_command_line
+from .renamed import RENAMED
 
 DEMO = Path(__file__).parent / "configs" / "demo.yaml"
 

@@ -9,7 +9,8 @@ from yaml import Node, ScalarNode, SequenceNode
 from hybrid_rl.config import ConfigError
 from hybrid_rl.settings.types import has_type, is_optional, without_null, wrong_type
 from hybrid_rl.settings.yaml_format import SettingsLoader, is_kind, parse_float, parse_int
-from launch.yaml_nodes import Source, compose
+
+from .yaml_nodes import Source, compose
 
 BOOLEANS = {
     **dict.fromkeys(("true", "yes", "on", "y"), True),

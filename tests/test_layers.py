@@ -106,6 +106,15 @@ def import_errors(path: Path, tree: ast.AST) -> Iterator[str]:
             yield f"imports {name}: steps know the protocols of engines, not the implementations"
 
 
+def launch_errors(path: Path, tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module]
+        if path.parts[0] == "launch" and any(name.split(".")[0] == "launch" for name in names):
+            yield f"imports {names[0]} by its absolute name: import it relatively, as a wheel has it in hybrid_rl"
+
+
 def call_errors(path: Path, tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
@@ -137,8 +146,8 @@ def place_errors(path: Path) -> Iterator[str]:
 def errors(path: Path, source: str) -> list[str]:
     """Return every house rule that a module breaks."""
     tree = ast.parse(source)
-    found = [*place_errors(path), *import_errors(path, tree), *call_errors(path, tree)]
-    return found + list(size_errors(tree, source.count("\n")))
+    found = [*place_errors(path), *import_errors(path, tree), *launch_errors(path, tree)]
+    return found + list(call_errors(path, tree)) + list(size_errors(tree, source.count("\n")))
 
 
 @pytest.mark.parametrize("path", MODULES, ids=str)
@@ -165,6 +174,7 @@ def test_module_keeps_the_house_rules(path):
         ("hybrid_rl/engines/huggingface.py", "import vllm.config", "imports vllm"),
         ("hybrid_rl/engines/vllm/engine.py", "from deepspeed import zero", "imports deepspeed"),
         ("launch/colocated.py", "import ray", "imports ray, which only launch/ray_cluster.py may"),
+        ("launch/data.py", "from launch.settings import prepare", "import it relatively"),
         ("hybrid_rl/steps/update.py", "memory.phase(Phase.UPDATE)", "calls .phase()"),
         ("hybrid_rl/trainer.py", "tenant.release()", "calls .release()"),
         ("hybrid_rl/engines/vllm/engine.py", "self.tenant.restore()", "calls .restore()"),
@@ -190,7 +200,7 @@ def test_a_broken_rule_is_found(path, source, message):
         ("hybrid_rl/memory/phases.py", "tenant.release()\ntenant.restore()"),
         ("hybrid_rl/engines/vllm/engine.py", "import vllm"),
         ("kernels/hybrid_rl_kernels/__init__.py", "from .gae import gae\nfrom hybrid_rl_kernels.logprobs import f"),
-        ("launch/colocated.py", "from hybrid_rl.trainer import train"),
+        ("launch/colocated.py", "from hybrid_rl.trainer import train\nfrom .settings import prepare"),
         ("kernels/hybrid_rl_kernels/gae.py", "@triton.jit\ndef f():\n" + "    x = 1\n" * 80),
     ],
 )

@@ -1,6 +1,6 @@
 """ColossalChat's `examples/training_scripts/train_ppo.py`, read at commit 4f9953be (April 2026)."""
 
-from launch.translate.coati_shared import (
+from .coati_shared import (
     CHECKPOINTS,
     DATA,
     LOOP,
@@ -14,8 +14,8 @@ from launch.translate.coati_shared import (
     num_gpus,
     weights,
 )
-from launch.translate.program import Command, Program, fixed, maps
-from launch.translate.reading import finite
+from .program import Command, Program, fixed, maps
+from .reading import finite
 
 
 def _reward(c: Command) -> str | None:

@@ -5,8 +5,8 @@ At that commit it cannot run because modules that it imports are missing; its ar
 
 from pathlib import PurePath
 
-from launch.translate.program import Command, Program, fixed, maps, moot
-from launch.translate.reading import count
+from .program import Command, Program, fixed, maps, moot
+from .reading import count
 
 PROMPT_TOKENS, SEQUENCE_TOKENS = 96, 128
 ONE_POOL = "models have no GPUs of their own here; every GPU holds a shard of every model"

@@ -3,8 +3,8 @@
 from pathlib import PurePath
 from typing import Any
 
-from launch.translate.program import KEEP_DEFAULT, Command, fixed, lost, maps, missing, moot
-from launch.translate.reading import count, finite
+from .program import KEEP_DEFAULT, Command, fixed, lost, maps, missing, moot
+from .reading import count, finite
 
 NO_PIPELINE = "there are no pipeline stages; update.zero_stage = 3 or update.tensor_parallel_size splits the model"
 EACH_PROCESS = "counted per process in ColossalChat, over all ranks here"

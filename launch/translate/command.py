@@ -13,9 +13,10 @@ from hybrid_rl.config import Config, ConfigError
 from hybrid_rl.printable import printable
 from hybrid_rl.settings.types import takes_tuple, with_settings
 from hybrid_rl.validate import validate
-from launch.translate.program import KEEP_DEFAULT, Argument, Command, Effect, Program
-from launch.translate.reading import find_program, read_arguments, written
-from launch.translate.shell import commands
+
+from .program import KEEP_DEFAULT, Argument, Command, Effect, Program
+from .reading import find_program, read_arguments, written
+from .shell import commands
 
 FOR_CRITICS = ("models.critic", "update.critic.", "advantage.gae_lambda", "update.value_clip")
 """Settings, or prefixes of them, that are written only if the estimator trains a critic."""

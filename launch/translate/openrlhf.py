@@ -4,10 +4,10 @@ Read in version 0.11.2 and at commit 3c3be623 (August 2026); flat spellings and 
 2026), 066228f9 (October 2025) and bfa85f6f (February 2025). If a default changed, the newest one counts.
 """
 
-from launch.translate.openrlhf_rules import RULES, estimator, has_kl, is_corrected, is_old, num_gpus
-from launch.translate.openrlhf_run import DATA, MODELS, OUTPUT, PLACEMENT, SAMPLING
-from launch.translate.program import Program, fixed, lost, maps, missing, moot
-from launch.translate.reading import count, finite
+from .openrlhf_rules import RULES, estimator, has_kl, is_corrected, is_old, num_gpus
+from .openrlhf_run import DATA, MODELS, OUTPUT, PLACEMENT, SAMPLING
+from .program import Program, fixed, lost, maps, missing, moot
+from .reading import count, finite
 
 GROUP = ("rloo", "group_norm", "dr_grpo", "reinforce_baseline")
 SCHEDULES = {

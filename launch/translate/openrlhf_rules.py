@@ -6,7 +6,8 @@ from pathlib import PurePath
 from typing import Any
 
 from hybrid_rl.config import RunConfig, check
-from launch.translate.program import KEEP_DEFAULT, Command
+
+from .program import KEEP_DEFAULT, Command
 
 GPUS_PER_NODE = 8
 """GPUs of a node where those of separate groups are added up."""

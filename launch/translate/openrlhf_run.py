@@ -1,8 +1,8 @@
 """OpenRLHF's arguments of placement, models, data, sampling and output."""
 
-from launch.translate.openrlhf_rules import estimator, is_colocated, is_function
-from launch.translate.program import fixed, lost, maps, missing, moot, refused
-from launch.translate.reading import count, finite
+from .openrlhf_rules import estimator, is_colocated, is_function
+from .program import fixed, lost, maps, missing, moot, refused
+from .reading import count, finite
 
 ONE_POOL = "every GPU holds a shard of every model, one process per visible GPU; CUDA_VISIBLE_DEVICES selects them"
 ALL_ENGINES = "every GPU has an engine, or a shard of one over rollout.tensor_parallel_size GPUs"

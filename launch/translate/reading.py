@@ -10,8 +10,9 @@ from typing import Any
 import yaml
 
 from hybrid_rl.config import ConfigError, check
-from launch.translate.program import GROUP, Argument, Command, Program
-from launch.translate.shell import up_to_operator
+
+from .program import GROUP, Argument, Command, Program
+from .shell import up_to_operator
 
 TRUE, FALSE = ("true", "yes", "t", "y", "1", "on"), ("false", "no", "f", "n", "0", "off")
 Word = tuple[str, list[str | None]]

@@ -1,6 +1,6 @@
 """Programs whose command lines each option of launch/colocated.py reads."""
 
-from launch.translate import coati, coati_grpo, coati_ray, openrlhf, trl, verl
+from . import coati, coati_grpo, coati_ray, openrlhf, trl, verl
 
 SYSTEMS = {
     "--from-openrlhf": (openrlhf.PROGRAM,),

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from launch.translate.program import KEEP_DEFAULT, Argument, Program
-from launch.translate.reading import read_arguments
-from launch.translate.systems import SYSTEMS
+from .program import KEEP_DEFAULT, Argument, Program
+from .reading import read_arguments
+from .systems import SYSTEMS
 
 HEADER = "| Argument | Default | Setting here | What differs |\n|---|---|---|---|\n"
 PREFIX = {

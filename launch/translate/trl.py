@@ -1,8 +1,8 @@
 """TRL's `trl grpo`, read at commit f2cd5771 (July 2026): arguments of the algorithm, the optimizer and the engine."""
 
-from launch.translate.program import Command, Program, fixed, lost, maps, missing, moot, refused
-from launch.translate.reading import count, finite, optional
-from launch.translate.trl_rules import (
+from .program import Command, Program, fixed, lost, maps, missing, moot, refused
+from .reading import count, finite, optional
+from .trl_rules import (
     OVERLONG,
     RULES,
     has_evaluation,
@@ -12,7 +12,7 @@ from launch.translate.trl_rules import (
     num_processes,
     per_optimizer_step,
 )
-from launch.translate.trl_run import ACCELERATE, DATA, MODELS, TRAINING_ARGUMENTS
+from .trl_run import ACCELERATE, DATA, MODELS, TRAINING_ARGUMENTS
 
 SERVER = "the engine runs on the GPUs of training, as with vllm_mode colocate; there is no server"
 ALL_TOKENS = "all tokens may be sampled, as log-probs assume"

@@ -7,7 +7,8 @@ from pathlib import PurePath
 from typing import Any
 
 from hybrid_rl.config import ConfigError, RunConfig, check
-from launch.translate.program import KEEP_DEFAULT, Command
+
+from .program import KEEP_DEFAULT, Command
 
 GPUS_PER_NODE = 8
 OVERLONG = "get_soft_overlong_punishment"

@@ -1,7 +1,7 @@
 """TRL's arguments of models, data and output, the rest of Transformers' TrainingArguments, and Accelerate's."""
 
-from launch.translate.program import fixed, lost, maps, missing, moot, refused
-from launch.translate.reading import count, finite
+from .program import fixed, lost, maps, missing, moot, refused
+from .reading import count, finite
 
 FLASH_ATTENTION = (
     "flash_attention_2",

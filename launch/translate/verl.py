@@ -1,8 +1,8 @@
 """verl's `verl.trainer.main_ppo`, read at commit b178a3cd (January 2026): overrides of algorithm, actor and critic."""
 
-from launch.translate.program import Argument, Program, fixed, lost, maps, missing, moot, refused
-from launch.translate.reading import count, finite
-from launch.translate.verl_rules import (
+from .program import Argument, Program, fixed, lost, maps, missing, moot, refused
+from .reading import count, finite
+from .verl_rules import (
     ACTOR,
     CORRECTION,
     KL_ESTIMATORS,
@@ -15,7 +15,7 @@ from launch.translate.verl_rules import (
     loss_mode,
     num_gpus,
 )
-from launch.translate.verl_run import DATA, MODELS, REWARD, ROLLOUT_ARGUMENTS, TRAINER
+from .verl_run import DATA, MODELS, REWARD, ROLLOUT_ARGUMENTS, TRAINER
 
 ESTIMATORS = {
     "gae": "gae",

@@ -6,7 +6,8 @@ from pathlib import PurePath
 from typing import Any
 
 from hybrid_rl.config import ConfigError, RunConfig
-from launch.translate.program import KEEP_DEFAULT, Command
+
+from .program import KEEP_DEFAULT, Command
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -1,8 +1,8 @@
 """verl's overrides of models, data, rollout, rewards and the trainer."""
 
-from launch.translate.program import Command, fixed, lost, maps, missing, moot, refused
-from launch.translate.reading import count, finite
-from launch.translate.verl_rules import MODEL, ROLLOUT, has_model_reward, is_guessed
+from .program import Command, fixed, lost, maps, missing, moot, refused
+from .reading import count, finite
+from .verl_rules import MODEL, ROLLOUT, has_model_reward, is_guessed
 
 LOGGERS = {"console", "tensorboard", "file"}
 NO_CODE = "models and tokenizers with code of their own are missing here"
