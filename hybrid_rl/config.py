@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from hybrid_rl.algorithms.specs import ESTIMATORS
+from hybrid_rl.config_data import DataSource, PromptsConfig
 from hybrid_rl.config_operation import CheckpointConfig, MemoryConfig, RunConfig, SyncConfig
 from hybrid_rl.config_training import AdvantageConfig, OptimizerConfig, PtxConfig, UpdateConfig
 from hybrid_rl.printable import printable
@@ -16,6 +17,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "ConfigError",
+    "DataSource",
     "Findings",
     "LoraConfig",
     "MemoryConfig",
@@ -70,6 +72,9 @@ class ModelsConfig:
     reward: str | None = None
     """Frozen sequence classifier with one label; null takes rewards from `reward.functions` and remote services
     alone."""
+    trust_remote_code: bool = False
+    """Run the Python code that lies in the folders of models and tokenizers, in the trainer and in the engine; read it
+    first. false refuses a folder that needs such code."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of parameters and activations; auto is bfloat16 on a GPU and float32 on a CPU."""
     attention: Literal["auto", "flash_attention_2", "varlen", "sdpa", "eager"] = "auto"
@@ -81,64 +86,6 @@ class ModelsConfig:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, which saves memory and costs about a third more compute."""
     lora: LoraConfig = field(default_factory=LoraConfig)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptsConfig:
-    """Where prompts come from, and how a row becomes token ids."""
-
-    path: str = ""
-    """Data set: a JSONL, JSON, CSV or Parquet file, a folder written by `datasets`, the URL of such a file,
-    `name[:config][@revision]` of a data set on the hub, or `reasoning_gym:<task>`."""
-    eval_path: str | None = None
-    """Held-out prompts in one of the same forms; null disables evaluation."""
-    split: str | None = None
-    """Split of a folder or of a data set on the hub; null takes `train`, or the only one. The hub also takes a part,
-    such as `train[:1000]`."""
-    eval_split: str | None = None
-    """Split of `eval_path`; null takes `test` or `validation`, or the only one."""
-    max_samples: int | None = None
-    """Maximum number of training prompts, taken from the start of `path`; null takes all."""
-    format: Literal[
-        "auto",
-        "plain",
-        "verl",
-        "preference",
-        "trl",
-        "open_instruct",
-        "gsm8k",
-        "math",
-        "openrlhf",
-        "openrlhf_chat",
-        "sharegpt",
-    ] = "auto"
-    """Format of the rows: `plain` has the two columns below; every other format is named after the trainer or data set
-    that has it, see the page on data. auto takes plain where the two columns exist, and otherwise recognises the format
-    by the columns of the first row."""
-    prompt_column: str = "prompt"
-    """Column of the prompt: text, or a list of chat messages with `role` and `content`. A name such as `a.b` leads
-    into the dictionary of column `a`."""
-    answer_column: str | None = "answer"
-    """Column of the answer, which rule functions compare with; null if the data has none."""
-    system_message: str | None = None
-    """System message before every chat prompt; needs chat messages or `chat: true`. null adds none."""
-    template_path: str | None = None
-    """Conversation template, JSON with chat_template, system_message, stop_ids, end_of_assistant and
-    response_format_tags; null takes the tokenizer's chat template."""
-    chat: bool = False
-    """Make a text prompt one user message and apply the chat template to it."""
-    max_prompt_tokens: int = 512
-    """Maximum length of a prompt in tokens; `overlong_prompts` says what happens to a longer one."""
-    overlong_prompts: Literal["error", "drop"] = "error"
-    """Handling of prompts longer than `max_prompt_tokens`: exit with an error, or drop them and print how many."""
-    shuffle: bool = True
-    """Draw a new order for every epoch from `run.seed`; false keeps the order of the file."""
-    num_generated: int = 10_000
-    """Number of rows that `reasoning_gym:<task>` generates."""
-    max_eval_samples: int = 256
-    """Maximum number of held-out prompts in an evaluation, taken from the start of `eval_path`."""
-    task_options: dict = field(default_factory=dict)
-    """Arguments of the reasoning_gym task, for example {min_terms: 2, max_terms: 3}."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,9 +116,9 @@ class RolloutConfig:
     seed_per_request: bool = True
     """Give every request its own seed, so that samples do not depend on batching; false uses one generator per
     engine."""
-    kv_cache_memory_bytes: int | None = 1 << 30
+    kv_cache_memory_bytes: int | None = None
     """Size in bytes of an engine's KV cache on each of its GPUs; null takes what the plan leaves, at most what one
-    batch needs."""
+    batch needs. On a CPU null takes what one batch needs, and at least 1 GiB."""
     gpu_memory_utilization: float = 0.5
     """Fraction of the GPU's memory that must be free when vLLM starts; it does not set the size of the KV cache."""
     enforce_eager: bool = False
@@ -183,6 +130,9 @@ class RolloutConfig:
     max_logprob_gap: float | None = None
     """Mean |engine - trainer| log-prob of sampled tokens above which the run exits; null is 1e-3 in float32, else
     0.1."""
+    vllm: dict = field(default_factory=dict)
+    """Further engine arguments of vLLM by their names there, such as {max_num_batched_tokens: 16384}; an argument that
+    a setting decides is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)

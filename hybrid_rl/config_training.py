@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from hybrid_rl.algorithms.specs import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
+from hybrid_rl.config_data import DataSource, sources_of
 
 if TYPE_CHECKING:
     Estimator = str
@@ -122,7 +123,11 @@ class UpdateConfig:
     critic_warmup_steps: int = 0
     """First steps of the run in which only the critic is trained."""
     zero_stage: Literal[0, 1, 2, 3] = 2
-    """DeepSpeed ZeRO stage of actor and critic."""
+    """DeepSpeed ZeRO stage of actor and critic; 0 needs float32, because DeepSpeed keeps no float32 copy of bfloat16
+    weights at that stage."""
+    deepspeed: dict = field(default_factory=dict)
+    """Further configuration of DeepSpeed for actor and critic by its names there, such as
+    {zero_optimization: {overlap_comm: false}}; a key that a setting decides is refused."""
     actor: OptimizerConfig = field(default_factory=OptimizerConfig)
     critic: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=9e-6))
 
@@ -131,8 +136,8 @@ class UpdateConfig:
 class PtxConfig:
     """A language-model loss on further texts, mixed into the actor's loss: (1 - coef) * policy + coef * ptx."""
 
-    path: str | None = None
-    """JSONL, CSV or Parquet file, or folder of a Hugging Face dataset; null is off."""
+    path: str | list | None = None
+    """Data set of texts, or a list of several, as in `prompts.path`; null is off."""
     column: str = "text"
     """Column of the text, or of a list of chat messages."""
     coef: float = 0.1
@@ -141,3 +146,8 @@ class PtxConfig:
     """Texts per optimizer step, over all ranks."""
     max_tokens: int = 512
     """Maximum length of a text in tokens; longer texts are truncated."""
+
+    @property
+    def sources(self) -> list[DataSource]:
+        """The data sets of `path`."""
+        return sources_of(self.path)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from hybrid_rl.algorithms.specs import ESTIMATORS, POLICY_LOSSES
 from hybrid_rl.config import Config, ConfigError, Findings, check
+from hybrid_rl.settings.passed_on import refused_keys
 from hybrid_rl.settings.paths import broken_paths, expand_home
 from hybrid_rl.settings.ranges import broken_values
 from hybrid_rl.settings.types import (
@@ -16,6 +17,10 @@ from hybrid_rl.settings.types import (
     setting_types,
     with_settings,
 )
+
+GPU_ATTENTION = ("flash_attention_2", "varlen")
+"""Values of models.attention whose kernels compute in 16 bits on a GPU only."""
+CANNOT_OFFLOAD = "DeepSpeed has no offload for update.zero_stage = 1 in bfloat16"
 
 
 def group_sizes(config: Config) -> dict[str, int]:
@@ -188,6 +193,13 @@ def _check_training_state(config: Config) -> None:
     )
 
 
+def _check_passed_on(config: Config) -> None:
+    """What is passed on to vLLM and DeepSpeed contradicts no setting."""
+    sentences = list(refused_keys(config))
+    if sentences:
+        raise ConfigError(*sentences)
+
+
 def _check_tensor_parallel(config: Config) -> None:
     """Tensor parallelism excludes ZeRO-3, adapters and sequence parallelism."""
     update, rank = config.update, config.models.lora.rank
@@ -209,8 +221,61 @@ COMBINATIONS = (
     _check_losses,
     _check_training_state,
     _check_tensor_parallel,
+    _check_passed_on,
 )
 """Rules of several settings together; a sentence names every setting that it depends on."""
+
+
+def dtype_name(config: Config, *, is_cpu: bool) -> str:
+    """Return the data type of parameters on a kind of device; see models.dtype."""
+    chosen = config.models.dtype
+    return chosen if chosen != "auto" else "float32" if is_cpu else "bfloat16"
+
+
+def check_device(config: Config, *, is_cpu: bool) -> None:
+    """Check the settings that depend on whether the run has GPUs, and on the data type that follows from it.
+
+    Raises:
+        ConfigError: one sentence for every setting that cannot work there.
+    """
+    models, update, profiled = config.models, config.update, config.run.profile_steps
+    dtype = dtype_name(config, is_cpu=is_cpu)
+    is_half_on_gpu = dtype == "bfloat16" and not is_cpu
+    where = f"this run has {'no GPU' if is_cpu else 'GPUs'} and {dtype} weights"
+    findings = Findings()
+    for ok, message in (
+        (
+            profiled is None or not is_cpu,
+            f"run.profile_steps = {list(profiled or [])}: there is no GPU to profile; set null",
+        ),
+        (
+            update.zero_stage > 0 or dtype == "float32",
+            f"update.zero_stage = 0: DeepSpeed keeps no float32 copy of {dtype} weights at this stage, so that small "
+            "steps of the optimizer would be lost; set 1, which gives the result of stage 0 with less memory, or "
+            "models.dtype: float32",
+        ),
+        (
+            models.attention not in GPU_ATTENTION or is_half_on_gpu,
+            f"models.attention = {models.attention}: needs GPUs and bfloat16 weights, and {where}; set auto",
+        ),
+        (
+            models.fused_layers != "liger" or is_half_on_gpu,
+            f"models.fused_layers = liger: needs GPUs and bfloat16 weights, and {where}; set auto",
+        ),
+        (
+            config.memory.swap != "deepspeed" or is_cpu or can_offload(config, dtype),
+            f"memory.swap = deepspeed: {CANNOT_OFFLOAD}; use 2 or 3, or memory.swap = vmm or off",
+        ),
+    ):
+        findings.run(functools.partial(check, ok, message))
+    findings.raise_any()
+
+
+def can_offload(config: Config, dtype: str) -> bool:
+    """Return whether DeepSpeed's offload can move the optimizers that are on the GPU, see memory.swap."""
+    trained = [config.update.actor, *([config.update.critic] if config.has_critic else [])]
+    is_needed = any(optimizer.kind == "adamw" for optimizer in trained)
+    return not is_needed or config.update.zero_stage >= 2 or (config.update.zero_stage == 1 and dtype == "float32")
 
 
 def validate(config: Config) -> Config:

@@ -122,6 +122,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         **_refused("the checkpoint holds the averaged weights, or has none", "models.ema_decay", trait=bool),
         **_warns("model weights are rounded otherwise", "models.dtype"),
+        **_may_change("the hash of the models includes their code", "models.trust_remote_code"),
         **_may_change(
             "no result depends on it", "models.attention", "models.fused_layers", "models.gradient_checkpointing"
         ),
@@ -180,6 +181,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "rollout.seed_per_request",
             "rollout.dynamic_filtering_reward_range",
         ),
+        **_warns("the engine may compute and sample otherwise", "rollout.vllm"),
         **_warns(
             "responses are filtered otherwise",
             "rollout.dynamic_filtering_max_retries",
@@ -251,6 +253,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "update.tensor_parallel_size",
             "update.zero_stage",
         ),
+        **_warns("gradients may be summed in another order or precision", "update.deepspeed"),
         **_optimizer("actor"),
         **_optimizer("critic"),
         # Where things lie, and what is written
