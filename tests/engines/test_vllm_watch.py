@@ -91,6 +91,20 @@ def test_a_process_that_ends_in_the_middle_of_a_call_explains_the_error_of_the_c
     assert isinstance(info.value.__cause__, ConnectionResetError)
 
 
+def test_an_engine_that_starts_later_is_another_engine(engine):
+    processes, core = engine
+    processes.watch_workers([core.pid])
+    others, other = start_core()
+    try:
+        assert processes.cores == [core] and [state.pid for state in processes.running()] == [core.pid]
+        other.kill()
+        other.join()
+        assert processes.ended() == [] and others.ended() == [(other.pid, -signal.SIGKILL)]
+    finally:
+        others.end(0.0)
+        others.close()
+
+
 def test_an_error_of_a_living_engine_is_raised_as_it_is(engine):
     watch = EngineWatch(engine[0], stall_timeout_s=60.0)
 

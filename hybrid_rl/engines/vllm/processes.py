@@ -45,7 +45,8 @@ class EngineProcesses:
     """
 
     def __init__(self) -> None:
-        """Start to watch for the core process, which the trainer starts after this call."""
+        """Start to watch for the core process, which the trainer starts between this call and `watch_workers`."""
+        self._has_started = False
         self._others = set(multiprocessing.active_children())
         self._cores: list[BaseProcess] = []
         self._workers: dict[int, int] = {}  # id of the process -> time of its start
@@ -59,13 +60,16 @@ class EngineProcesses:
     @property
     def cores(self) -> list[BaseProcess]:
         """The core process; none before it is started."""
+        if self._has_started:  # another core process belongs to an engine that this process has started later
+            return self._cores
         started = [p for p in multiprocessing.active_children() if p.name.startswith("EngineCore")]
         self._cores += [p for p in started if p not in self._others and p not in self._cores]
         return self._cores
 
     def watch_workers(self, pids: Sequence[int]) -> None:
-        """Watch the worker processes with these ids, too."""
+        """Watch the worker processes with these ids, too; the engine has started, and gets no more processes."""
         cores = [core.pid for core in self.cores]
+        self._has_started = True
         states = [read_state(pid) for pid in pids if pid not in cores]
         self._workers = {state.pid: state.started for state in states if state}
 
