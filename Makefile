@@ -6,11 +6,11 @@ SHELL := bash
 DEVICE := $(shell nvidia-smi -L 2>/dev/null | grep GPU >/dev/null && echo gpu || echo cpu)
 LOCK := requirements/$(DEVICE).txt
 TORCH := $(shell sed -n 's/^torch==\([^ ]*\).*/\1/p' $(LOCK))
-# One stamp per content of the lock and of the native part, and per list of modules, each of which the editable install
-# maps to its file: a second call installs nothing, after a change one does.
+# One stamp per content of the lock, of the native part and of pyproject.toml, and per list of modules, each of which the
+# editable install maps to its file: a second call installs nothing, after a change one does.
 NATIVE := CMakeLists.txt $(sort $(wildcard kernels/csrc/*))
-MODULES := $(sort $(shell find hybrid_rl kernels/hybrid_rl_kernels -name '*.py'))
-STAMP := .venv/.installed-$(shell (cat $(LOCK) $(NATIVE); echo $(MODULES)) | sha256sum | cut -c1-16)
+MODULES := $(sort $(shell find hybrid_rl kernels/hybrid_rl_kernels launch -name '*.py'))
+STAMP := .venv/.installed-$(shell (cat $(LOCK) $(NATIVE) pyproject.toml; echo $(MODULES)) | sha256sum | cut -c1-16)
 
 # The GPU lock was resolved for 3.12, and some of its versions refuse 3.11.
 VERSIONS := $(if $(filter gpu,$(DEVICE)),3.12,3.11/3.12)
