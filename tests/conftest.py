@@ -1,6 +1,7 @@
 """Fixtures and helpers of several test files: tiny models, responses, training steps, and two ranks."""
 
 import dataclasses
+import faulthandler
 import gc
 import itertools
 import json
@@ -71,7 +72,28 @@ def _imports_are_no_garbage() -> None:
     gc.freeze()
 
 
+STALL_LIMIT_S = 900.0
+"""Seconds without a finished test, which must exceed the time limit of a test."""
+_stderr: list[int] = []
+
+
+def pytest_configure() -> None:
+    _stderr.append(os.dup(2))  # pytest may redirect 2 later
+    expect_progress()
+
+
+def expect_progress() -> None:
+    """Let this process show where its threads are and exit, unless it is called again within the limit."""
+    faulthandler.dump_traceback_later(STALL_LIMIT_S, exit=True, file=_stderr[0])
+
+
+def pytest_runtest_logreport() -> None:
+    """Start the limit anew; both pytest-xdist's workers and the process that collects their reports call this."""
+    expect_progress()
+
+
 def pytest_unconfigure() -> None:
+    faulthandler.cancel_dump_traceback_later()
     gc.unfreeze()  # otherwise C++ libraries warn at exit about objects that were never freed
 
 
