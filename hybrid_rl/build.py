@@ -25,7 +25,7 @@ from hybrid_rl.distributed import World, begin_to_end, join_world
 from hybrid_rl.engines import RolloutEngine, TrainEngine
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
 from hybrid_rl.engines.deepspeed.ulysses import enable_sequence_parallel
-from hybrid_rl.engines.group import GroupEngine
+from hybrid_rl.engines.restarts import RestartableEngine
 from hybrid_rl.engines.start import start_engine
 from hybrid_rl.engines.tenants import EngineTenant, Tenants
 from hybrid_rl.errors import close_each
@@ -36,7 +36,7 @@ from hybrid_rl.memory.phases import MemoryManager
 from hybrid_rl.memory.residency import Phase
 from hybrid_rl.memory.tenants import FrozenModule, PooledModule, Resident
 from hybrid_rl.models.determinism import use_deterministic_kernels
-from hybrid_rl.models.loading import choose_dtype, load_actor, load_value_model
+from hybrid_rl.models.loading import load_actor, load_value_model
 from hybrid_rl.models.packed import PackedModel, ValueModel
 from hybrid_rl.models.sequence_parallel import apply_together
 from hybrid_rl.monitoring.preemption import Preemption
@@ -52,7 +52,6 @@ from hybrid_rl.steps.logprobs import ActorForward, Packing, sequence_values
 from hybrid_rl.steps.ptx import PtxLoss
 from hybrid_rl.steps.updates import num_optimizer_steps
 from hybrid_rl.weights.alias import AliasBuffer
-from hybrid_rl.weights.bucket import AliasedWeights
 from hybrid_rl.weights.sync import AliasSync, CopySync, WeightSync
 
 logger = logging.getLogger(__name__)
@@ -222,7 +221,7 @@ def build_policy(setup: Setup) -> tuple[RolloutEngine, TrainEngine, WeightSync]:
     if setup.aliases_weights:
         module = load_policy(setup)
         alias_buffer = AliasBuffer(module.model, world)
-        engine = build_rollout_engine(setup, alias_buffer.export())
+        engine = build_rollout_engine(setup, alias_buffer)
     else:
         engine = build_rollout_engine(setup, None)
         module = load_policy(setup)
@@ -241,15 +240,15 @@ def load_policy(setup: Setup) -> PackedModel:
     return setup.parallelize(actor, models.actor, field=field)
 
 
-def build_rollout_engine(setup: Setup, aliased: AliasedWeights | None) -> RolloutEngine:
+def build_rollout_engine(setup: Setup, alias_buffer: AliasBuffer | None) -> RolloutEngine:
     """Return the rollout engine; its weights are aliases of the trainer's, or wait for the first weight sync."""
     config, world, size = setup.config, setup.world, setup.config.rollout.tensor_parallel_size
-    dtype = choose_dtype(config.models.dtype, world.device)
-    start = functools.partial(start_engine, config, dtype=dtype, device=world.device, rank=world.rank, aliased=aliased)
-    engine = start() if size == 1 else GroupEngine(world.model_parallel_group(size), lambda gpus: start(gpus=gpus))
+    ranks = world.model_parallel_group(size) if size > 1 else None
+    start = functools.partial(start_engine, config, world=world, ranks=ranks, alias_buffer=alias_buffer)
+    engine = RestartableEngine(start, world) if config.rollout.restarts else start()
     setup.opened.append(engine.close)
     stays = config.memory.swap == "off"
-    weights = Resident() if stays or aliased else EngineTenant(engine, "weights", filled_in=Phase.SYNC)
+    weights = Resident() if stays or alias_buffer else EngineTenant(engine, "weights", filled_in=Phase.SYNC)
     setup.memory.admit("engine_weights", weights)
     setup.memory.admit("engine_kv_cache", Resident() if stays else EngineTenant(engine, "kv_cache", filled_in=None))
     return engine

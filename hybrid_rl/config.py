@@ -130,6 +130,10 @@ class RolloutConfig:
     max_logprob_gap: float | None = None
     """Mean |engine - trainer| log-prob of sampled tokens above which the run exits; null is 1e-3 in float32, else
     0.1."""
+    restarts: int = 0
+    """Number of times that a run starts its engine again after a process of it was killed, has failed or made no
+    progress for `run.stall_timeout_s`. Weights are synchronised again, and the step generates again, with the same
+    seeds. 0 ends the run with exit code 3."""
     vllm: dict = field(default_factory=dict)
     """Further engine arguments of vLLM by their names there, such as {max_num_batched_tokens: 16384}; an argument that
     a setting decides is refused."""

@@ -1,6 +1,7 @@
 """What each phase of the loop does with the parts of a run."""
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Concatenate, NoReturn, ParamSpec, TypeVar
@@ -9,15 +10,19 @@ import torch
 
 from hybrid_rl.batch import Prompt, Rollout, TrainBatch, make_train_batch
 from hybrid_rl.checkpoints import export as exporting
+from hybrid_rl.checkpoints.random_state import unchanged_generators
 from hybrid_rl.checkpoints.saver import CheckpointPart
 from hybrid_rl.engines import FirstWait
-from hybrid_rl.errors import PreemptedError
+from hybrid_rl.engines.restarts import RestartableEngine
+from hybrid_rl.errors import EngineLostError, PreemptedError
 from hybrid_rl.models.loading import choose_dtype
 from hybrid_rl.rewards import scoring
 from hybrid_rl.rewards.scoring import Scored
 from hybrid_rl.run import Metrics, Run
 from hybrid_rl.steps import advantages, logprobs, loss_weights, rollout, updates
 from hybrid_rl.steps.ema import MovingReference
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -50,6 +55,41 @@ def logged(
 # ROLLOUT
 
 
+def restart_engine(run: Run, step: int, loss: str) -> None:
+    """Start the rollout engine again after it was lost; the next weight sync fills it.
+
+    Args:
+        step: step that generates again.
+        loss: how the engine was lost, in a sentence.
+
+    Raises:
+        EngineLostError: rollout.restarts are used up.
+    """
+    engine, limit, is_lost = run.engine, run.config.rollout.restarts, True
+    assert isinstance(engine, RestartableEngine)
+    while is_lost:
+        if engine.num_restarts == limit:
+            raise EngineLostError(f"{loss}; rollout.restarts = {limit} are used up")
+        number = engine.num_restarts + 1
+        if run.world.is_main:
+            logger.warning(
+                "%s; restart %d of rollout.restarts = %d, step %d generates again", loss, number, limit, step
+            )
+        run.recorder.show_restart(step, number)
+        try:
+            with run.recorder.timeline.span("restart_engine", step=step), unchanged_generators():
+                run.memory.replace(["engine_weights", "engine_kv_cache"], engine.restart, step=step)
+            run.weight_sync.connect()
+            is_lost = False
+        except EngineLostError as error:
+            loss = str(error)
+
+
+def restart_metrics(run: Run) -> Metrics:
+    """Return how often this process has started the engine again; {} without rollout.restarts."""
+    return {"rollout/restarts": run.engine.num_restarts} if isinstance(run.engine, RestartableEngine) else {}
+
+
 @logged("rollout", Rollout)
 def generate(run: Run, step: int, prompts: Sequence[Prompt]) -> tuple[list[Rollout], list[Rollout]]:
     """Return sampled responses to the prompts, and the greedy response to each where the estimator compares with it."""
@@ -59,6 +99,14 @@ def generate(run: Run, step: int, prompts: Sequence[Prompt]) -> tuple[list[Rollo
     if not config.needs_greedy:
         return sampled, []
     return sampled, rollout.generate_greedy(*arguments, stop_token_ids=stop_token_ids)
+
+
+def evaluate_and_generate(
+    run: Run, step: int, prompts: Sequence[Prompt]
+) -> tuple[Metrics, tuple[list[Rollout], list[Rollout]] | None]:
+    """Return the evaluation of a step and the responses of `generate`; None if the evaluation ends the run."""
+    evaluation = evaluate(run, step)
+    return evaluation, None if is_target_reached(run, evaluation) else generate(run, step, prompts)
 
 
 def evaluate(run: Run, step: int, *, is_final: bool = False) -> Metrics:

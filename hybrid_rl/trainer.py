@@ -1,10 +1,12 @@
 """The training loop on one page. `stages.py` has what each phase does, `memory/residency.py` which tenants it needs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from hybrid_rl.build import build
 from hybrid_rl.config import Config
+from hybrid_rl.errors import EngineLostError
 from hybrid_rl.memory.residency import ROLLOUT, SCORE, SYNC, UPDATE_ACTOR, UPDATE_CRITIC, Phase
 from hybrid_rl.rewards.filtering import DynamicFilter
 from hybrid_rl.rewards.scoring import Scored, balance_by_tokens
@@ -14,13 +16,15 @@ from hybrid_rl.stages import (
     compute_logprobs,
     end_preempted,
     evaluate,
+    evaluate_and_generate,
     export,
     finish_saving,
     generate,
-    is_target_reached,
     is_unsaved,
     keep_best,
     make_batch,
+    restart_engine,
+    restart_metrics,
     save,
     score_responses,
     start_saving,
@@ -29,6 +33,9 @@ from hybrid_rl.stages import (
     update_critic,
     update_reference,
 )
+from hybrid_rl.weights.sync import SyncReport
+
+T = TypeVar("T")
 
 
 def train(config: Config) -> Metrics:
@@ -51,21 +58,14 @@ def loop(run: Run) -> Metrics:
     for step in range(run.steps_done + 1, num_steps + 1):
         if not train_step(run, step):
             return finish(run, step - 1)
-    with phase(run, SYNC, num_steps + 1):
-        run.weight_sync.sync()
-    with phase(run, ROLLOUT, num_steps + 1):
-        evaluate(run, num_steps + 1, is_final=True)
+    roll_out(run, num_steps + 1, lambda: evaluate(run, num_steps + 1, is_final=True))
     return finish(run, num_steps)
 
 
 def train_step(run: Run, step: int) -> bool:
     """Run the phases of one step; return False instead of training if its evaluation reaches the target accuracy."""
-    with phase(run, SYNC, step):
-        synced = run.weight_sync.sync()
-    with phase(run, ROLLOUT, step):
-        evaluation = evaluate(run, step)
-        is_done = is_target_reached(run, evaluation)
-        responses = None if is_done else generate(run, step, run.data.loader.next_batch())
+    prompts = run.data.loader.next_batch()
+    synced, (evaluation, responses) = roll_out(run, step, lambda: evaluate_and_generate(run, step, prompts))
     if responses is None:
         return False
     with phase(run, SCORE, step):
@@ -82,11 +82,30 @@ def train_step(run: Run, step: int) -> bool:
         critic = update_critic(run, step, batch)
     with phase(run, UPDATE_ACTOR, step):
         actor = update_actor(run, step, batch)
-    state = logprob_gap | kl | synced.metrics() | run.memory.device_memory.metrics()
+    state = logprob_gap | kl | synced.metrics() | restart_metrics(run) | run.memory.device_memory.metrics()
     metrics = evaluation | filtering | critic | actor | state
     run.recorder.step(step, scored.rollouts, batch, scored.sums | sums, metrics)
     save(run, step)
     return True
+
+
+def roll_out(run: Run, step: int, work: Callable[[], T]) -> tuple[SyncReport, T]:
+    """Sync the weights and let the engine work; where it is lost, repeat both with a new one.
+
+    Raises:
+        EngineLostError: rollout.restarts are used up.
+    """
+    while True:
+        try:
+            with phase(run, SYNC, step):
+                synced = run.weight_sync.sync()
+            with phase(run, ROLLOUT, step):
+                return synced, work()
+        except EngineLostError as error:
+            if not run.config.rollout.restarts:
+                raise
+            loss = str(error)  # the error itself holds tensors, by its trace
+        restart_engine(run, step, loss)
 
 
 def finish(run: Run, last_step: int) -> Metrics:
@@ -143,10 +162,7 @@ def filter_groups(run: Run, scored: Scored, step: int) -> tuple[Scored, Metrics]
         if kept.num_groups >= config.rollout_batch_size:
             break
         prompts = [prompt for prompt in run.data.loader.next_batch() if prompt.prompt_id not in kept.seen]
-        with phase(run, SYNC, step):
-            run.weight_sync.sync()
-        with phase(run, ROLLOUT, step):
-            responses = generate(run, step, prompts)
+        _, responses = roll_out(run, step, lambda prompts=prompts: generate(run, step, prompts))
         with phase(run, SCORE, step):
             kept.add(score_responses(run, step, *responses))
     return kept.take(config.rollout_batch_size, seed=run.config.run.seed + step)

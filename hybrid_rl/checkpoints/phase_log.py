@@ -74,11 +74,12 @@ class PhaseLog:
             self._step = step
             self._calls.clear()
         path = self._folder / f"step_{step:06d}" / f"rank_{self._world.rank}.{name}_{self._calls[name]}.msgpack"
-        self._calls[name] += 1
         logged = _read(path, classes)
         if all(self._world.all_gather(len(logged) == 1)):
+            self._calls[name] += 1
             return logged[0]
         result = compute()
+        self._calls[name] += 1  # a call that raises is repeated under its number
         path.parent.mkdir(exist_ok=True)
         content = encode(result)
         write_atomically(path, hashlib.sha256(content).digest() + content)

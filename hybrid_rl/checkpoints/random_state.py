@@ -1,6 +1,8 @@
 """The random generators of a rank: their seed, and their state as tensors of a checkpoint."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,16 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+@contextmanager
+def unchanged_generators() -> Iterator[None]:
+    """Give the generators of Python, NumPy, torch and the GPU the state back that they have before the body."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        yield
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
 
 
 def take_random_state(rank: int) -> Snapshot:

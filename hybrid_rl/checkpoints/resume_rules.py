@@ -95,6 +95,10 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "run.stall_timeout_s",
             "run.keep_rollouts",
             "run.prometheus_port",
+            "run.trackers",
+            "run.project",
+            "run.tracked_samples",
+            "run.tracked_samples_every_steps",
         ),
         **_warns(
             "accuracies before and after do not compare, and best/ starts again",
@@ -169,6 +173,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "rollout.max_num_seqs",
             "rollout.prefix_caching",
             "rollout.max_logprob_gap",
+            "rollout.restarts",
         ),
         **_warns(
             "responses are sampled otherwise",
@@ -219,6 +224,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         **_warns(
             "the loss is another one",
             "advantage.gamma",
+            "advantage.turn_gamma",
+            "advantage.credit",
             "advantage.gae_lambda",
             "advantage.critic_lambda",
             "advantage.length_adaptive_alpha",

@@ -1,6 +1,6 @@
 """The memory manager: opens phases and moves each tenant to where the residency table places it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -91,6 +91,28 @@ class MemoryManager:
                 self.device_memory.record_peak(phase.value)
         finally:
             self.current = None
+
+    def replace(self, names: Sequence[str], make: Callable[[], None], *, step: int) -> None:
+        """Release all other tenants, call a function that makes the named ones anew, and release these as `admit` does.
+
+        Args:
+            names: tenants whose memory is lost; they may be in any state.
+            make: occupies the memory of the named tenants.
+            step: step for the timeline.
+
+        Raises:
+            PhaseError: a phase is open.
+        """
+        if self.current is not None:
+            raise PhaseError(f"tenants are replaced inside phase {self.current.value}")
+        for name in self._tenants:
+            if name not in names and self._is_resident[name]:
+                self._release(name, "replace", step)
+        self._empty_cache()
+        make()
+        for name in names:
+            self._release(name, "replace", step)
+        self._empty_cache()
 
     def _check_states(self) -> None:
         for name, tenant in self._tenants.items():

@@ -15,6 +15,8 @@ class Activity:
         self.phase = "start"
         self.started_at = time.time()
         """Time at which the phase began, in seconds of the Unix epoch."""
+        self.engine_restarts = 0
+        """How often this process has started the rollout engine again."""
         self._phase_start = self._step_start = time.monotonic()
         self._phase_seconds: dict[str, float] = {}
         self._step_seconds = 0.0

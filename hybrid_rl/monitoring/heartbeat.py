@@ -87,6 +87,7 @@ class Heartbeat:
             "host": socket.gethostname(),
             "rank": self._rank,
             "pid": os.getpid(),
+            "engine_restarts": self._activity.engine_restarts,
             "children": _children(),
         }
 

@@ -106,6 +106,11 @@ class Recorder:
         if self._progress:
             self._progress.show_phase(phase)
 
+    def show_restart(self, step: int, number: int) -> None:
+        """Show that the rollout engine starts again, for the number-th time."""
+        self.activity.engine_restarts = number
+        self.show_phase("restart", step)
+
     def step(
         self,
         step: int,

@@ -73,6 +73,8 @@ RANGES: dict[str, Range] = {
     "run.stop_at_accuracy": POSITIVE_FRACTION,
     "run.stall_timeout_s": POSITIVE,
     "run.keep_rollouts": COUNT,
+    "run.tracked_samples": COUNT_OR_ZERO,
+    "run.tracked_samples_every_steps": COUNT,
     "run.prometheus_port": Range(1024, 65535),
     "models.reference_sync_steps": COUNT_OR_ZERO,
     "models.reference_mixup_alpha": POSITIVE_FRACTION,
@@ -95,6 +97,7 @@ RANGES: dict[str, Range] = {
     "rollout.gpu_memory_utilization": POSITIVE_FRACTION,
     "rollout.max_num_seqs": COUNT,
     "rollout.max_logprob_gap": POSITIVE,
+    "rollout.restarts": COUNT_OR_ZERO,
     "reward.weights": FINITE,
     "reward.model_weight": FINITE,
     "reward.remote_weight": FINITE,
@@ -108,6 +111,7 @@ RANGES: dict[str, Range] = {
     "reward.overlong_penalty": NOT_NEGATIVE,
     "reward.clip": POSITIVE,
     "advantage.gamma": FRACTION,
+    "advantage.turn_gamma": FRACTION,
     "advantage.gae_lambda": FRACTION,
     "advantage.critic_lambda": FRACTION,
     "advantage.length_adaptive_alpha": POSITIVE,
@@ -148,7 +152,7 @@ MAY_REPEAT = {"reward.weights"}
 """Lists in which an item may stand twice, and which may be empty."""
 REMEDIES = {
     "models.actor": "give a Hugging Face folder",
-    "prompts.path": "give a file, a dataset folder or reasoning_gym:<task>",
+    "prompts.path": "give a file, a dataset folder, a name on the hub or reasoning_gym:<task>",
 }
 """Text -> what to give instead of nothing."""
 

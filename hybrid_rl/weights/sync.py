@@ -32,6 +32,10 @@ class SyncReport:
 class WeightSync(Protocol):
     """A way to make the engine compute with the trainer's current weights."""
 
+    def connect(self) -> None:
+        """Let an engine that has just started open what the weights pass through."""
+        ...
+
     def sync(self) -> SyncReport:
         """Synchronize the weights, verify them and report."""
         ...
@@ -65,7 +69,11 @@ class CopySync:
             for bucket in self._plan
         ]
         """For each bucket the names of its tensors, and the views of the buffer that they are copied to."""
-        engine.open_bucket(self._bucket.handle(), self._plan)
+        self.connect()
+
+    def connect(self) -> None:
+        """Let an engine that has just started open the buffer."""
+        self._engine.open_bucket(self._bucket.handle(), self._plan)
 
     def sync(self) -> SyncReport:
         """Copy all weights, drop what the engine computed with older ones, and verify some or all of them.
@@ -107,6 +115,9 @@ class AliasSync:
         self._timeline = timeline
         self._verifier = Verifier(trainer, engine, config)
         self.alias_buffer = alias_buffer
+
+    def connect(self) -> None:
+        """Do nothing: the engine has started on the aliases."""
 
     def sync(self) -> SyncReport:
         """Wait for the optimizer step, drop what the engine computed with older weights, and verify weights.

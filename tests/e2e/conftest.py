@@ -31,6 +31,7 @@ from hybrid_rl.config import (
     UpdateConfig,
     as_dict,
 )
+from hybrid_rl.distributed import World
 from hybrid_rl.engines.start import start_engine
 from hybrid_rl.engines.vllm.engine import VllmEngine
 from hybrid_rl.validate import validate
@@ -96,7 +97,7 @@ def copy_engine(make_config: Callable[..., Config], tmp_path_factory: pytest.Tem
     """One vLLM engine for all tests that sync copies; each of them syncs its own weights first."""
     rollout = {"engine": "vllm", "stop_strings": ["<eos>"]}  # so that it has a tokenizer
     config = make_config(tmp_path_factory.mktemp("engine"), rollout=rollout)
-    engine = start_engine(config, dtype=torch.float32, device=torch.device("cpu"), rank=0)
+    engine = start_engine(config, world=World(rank=0, size=1, local_rank=0, device=torch.device("cpu")))
     assert isinstance(engine, VllmEngine)
     yield engine
     engine.close()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from hybrid_rl.errors import EngineLostError
 from hybrid_rl.memory.phases import MemoryManager, PhaseError
 from hybrid_rl.memory.residency import RESIDENCY, Phase
 from hybrid_rl.memory.tenants import Resident
@@ -108,6 +109,46 @@ def test_moves_of_every_phase_in_two_steps():
     assert {phase: run.visit(phase, 1) for phase in Phase} == first
     second = {**first, SYNC: ["-actor_optimizer", "+engine_weights"]}
     assert {phase: run.visit(phase, 2) for phase in Phase} == second
+
+
+@pytest.mark.parametrize("before", [SYNC, ROLLOUT, SCORE])
+def test_tenants_are_made_anew_while_all_others_are_released(before):
+    run, engine = FakeRun(), ["engine_weights", "engine_kv_cache"]
+    for phase in Phase:
+        run.visit(phase, 1)
+        if phase is before:
+            break
+    others = [name for name, tenant in run.tenants.items() if tenant.is_resident and name not in engine]
+
+    def make():
+        assert run.take_log() == [f"-{name}" for name in others]
+        for name in engine:
+            run.tenants[name].is_resident = True
+
+    run.manager.replace(engine, make, step=1)
+    assert run.take_log() == [f"-{name}" for name in engine]
+    assert run.used() == 0
+    assert run.visit(SYNC, 1) == ["+engine_weights", "+actor_parameters"]
+
+
+def test_a_failure_to_make_tenants_anew_can_be_repeated():
+    run, engine = FakeRun(), ["engine_weights", "engine_kv_cache"]
+    run.visit(SYNC, 1)
+
+    def fail():
+        raise EngineLostError("lost while it starts")
+
+    with pytest.raises(EngineLostError):
+        run.manager.replace(engine, fail, step=1)
+    run.tenants["engine_kv_cache"].is_resident = True
+    run.manager.replace(engine, lambda: None, step=1)
+    assert run.used() == 0
+
+
+def test_tenants_are_not_made_anew_inside_a_phase():
+    run = FakeRun()
+    with run.manager.phase(SYNC), pytest.raises(PhaseError, match="inside phase sync"):
+        run.manager.replace(["engine_weights"], lambda: None, step=1)
 
 
 def test_peak_is_that_of_the_largest_phase():

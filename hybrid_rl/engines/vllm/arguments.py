@@ -15,6 +15,8 @@ LOAD_FORMAT = "hybrid_rl_alias"
 """Name under which worker.py registers AliasLoader with vLLM."""
 _MAX_DEFAULT_GRAPH = 512
 """Number of sequences of the largest CUDA graph that vLLM captures by default."""
+_LEAST_FRACTION, _CONTEXT_FRACTION = 0.01, 0.05
+"""Smallest fraction of a GPU that vLLM is given to require, and the part that its context takes before it measures."""
 
 
 def engine_arguments(
@@ -27,6 +29,7 @@ def engine_arguments(
     seed: int,
     aliased: AliasedWeights | None,
     gpus: Sequence[str],
+    is_restart: bool,
 ) -> dict[str, Any]:
     """Return the keyword arguments of vllm.LLM; see VllmEngine for the parameters."""
     has_cuda = torch.cuda.is_available()
@@ -59,7 +62,25 @@ def engine_arguments(
         arguments = _cpu_arguments() | arguments
     if aliased:
         arguments |= _alias_arguments(aliased, config)
+    if is_restart and has_cuda:
+        free, total = torch.cuda.mem_get_info()
+        fraction = arguments["gpu_memory_utilization"]
+        arguments["gpu_memory_utilization"] = restart_fraction(fraction, free_bytes=free, total_bytes=total)
     return arguments
+
+
+def restart_fraction(fraction: float, *, free_bytes: int, total_bytes: int) -> float:
+    """Return the fraction of the GPU that vLLM requires to be free where it starts beside the trainer's models.
+
+    With the size of the KV cache set, as every plan does, vLLM uses the fraction for this test alone. The plan has
+    compared the memory of ROLLOUT with the GPU, so that here the test must not ask for more than there is.
+
+    Args:
+        fraction: of the first start.
+        free_bytes: free memory of the GPU before vLLM's processes start.
+        total_bytes: memory of the GPU.
+    """
+    return min(fraction, max(_LEAST_FRACTION, free_bytes / total_bytes - _CONTEXT_FRACTION))
 
 
 def _alias_arguments(aliased: AliasedWeights, config: RolloutConfig) -> dict[str, Any]:

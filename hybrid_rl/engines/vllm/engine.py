@@ -54,6 +54,7 @@ class VllmEngine:
         seed: int,
         aliased: AliasedWeights | None = None,
         gpus: Sequence[str] = (),
+        is_restart: bool = False,
         stall_timeout_s: float = 300.0,
     ) -> None:
         """Start the engine.
@@ -65,6 +66,7 @@ class VllmEngine:
             seed: of the engine's own generator.
             aliased: the trainer's weights, which the engine's parameters become views of; None for copies.
             gpus: names of the GPUs that the engine spans; none for the one GPU that this process sees.
+            is_restart: whether the trainer's models are loaded, so that less memory is free than at the first start.
             stall_timeout_s: see RunConfig.
 
         Raises:
@@ -97,6 +99,7 @@ class VllmEngine:
                     seed=seed,
                     aliased=aliased,
                     gpus=gpus,
+                    is_restart=is_restart,
                 )
                 self._start(arguments)
         except BaseException:
