@@ -28,10 +28,11 @@ help:  ## list the targets
 run: $(STAMP)  ## train the demo; settings with ARGS="--run.num_steps 3"
 	.venv/bin/python launch/colocated.py $(ARGS)
 
-# Each worker runs whole files, with engines and fork servers of its own; tests/conftest.py orders them.
+# Each worker runs whole files, with engines and fork servers of its own; tests/conftest.py orders them. A worker that
+# crashes ends the session: pytest-xdist's new worker may wait forever for files that it is given whole.
 WORKERS := 2
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 \
-  .venv/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 10
+  .venv/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 10
 
 test: lint docs  ## lint, the documentation, and every test that needs no GPU and is not slow
 	$(PYTEST) -m "not gpu and not multi_gpu and not slow"

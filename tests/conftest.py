@@ -74,17 +74,18 @@ def _imports_are_no_garbage() -> None:
 
 STALL_LIMIT_S = 900.0
 """Seconds without a finished test, which must exceed the time limit of a test."""
-_stderr: list[int] = []
+_stall: dict[str, Any] = {}
 
 
-def pytest_configure() -> None:
-    _stderr.append(os.dup(2))  # pytest may redirect 2 later
+def pytest_configure(config: pytest.Config) -> None:
+    is_worker = hasattr(config, "workerinput")  # it ends first, so that its threads are shown
+    _stall.update(timeout=STALL_LIMIT_S if is_worker else STALL_LIMIT_S + 60.0, file=os.dup(2))  # pytest redirects 2
     expect_progress()
 
 
 def expect_progress() -> None:
     """Let this process show where its threads are and exit, unless it is called again within the limit."""
-    faulthandler.dump_traceback_later(STALL_LIMIT_S, exit=True, file=_stderr[0])
+    faulthandler.dump_traceback_later(**_stall, exit=True)
 
 
 def pytest_runtest_logreport() -> None:
