@@ -14,6 +14,7 @@ from hybrid_rl.planning.startup import machine_of
 from hybrid_rl.preflight import Checks, Prepared, Site, prepare_run
 from hybrid_rl.validate import validate
 
+from .machine_options import check_card
 from .settings import prepare, with_demo
 
 
@@ -89,8 +90,9 @@ def check_run_here(config: Config, num_processes: int | None) -> list[str]:
 
 def check_run_elsewhere(config: Config, machine: Machine) -> list[str]:
     """Return the lines that describe a run on another machine; see check_run_here."""
-    site = site_elsewhere(machine)
-    return describe(check_run(config, site), site)
+    checks, site = Checks(), site_elsewhere(machine)
+    checks.run(lambda: check_card(machine, config.models))
+    return describe(check_run(config, site, known=checks.messages), site)
 
 
 def check_start(config: Config, num_processes: int | None) -> tuple[int, list[str]]:

@@ -1,6 +1,5 @@
-"""Prints `colocated.py plan`: the allocations of each GPU by phase, whether they fit, and how long a step takes."""
+"""Prints the plan of a run: the memory of each GPU by phase, the start, whether both fit, and the time of a step."""
 
-import re
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -9,49 +8,49 @@ from rich.table import Table
 from hybrid_rl.config import Config, check
 from hybrid_rl.memory.residency import Phase
 from hybrid_rl.planning.advice import describe_alternative
+from hybrid_rl.planning.cards import CARDS, Card
 from hybrid_rl.planning.communication_time import bus_seconds
-from hybrid_rl.planning.forecast import Forecast, make_forecast
+from hybrid_rl.planning.forecast import Forecast, make_forecast, why_no_time
 from hybrid_rl.planning.plan import GIB, MARGIN, Machine
-from hybrid_rl.planning.rates import Rates
+from hybrid_rl.planning.rates import MEASURED_ON, rates_of
+from hybrid_rl.planning.simulator import StepTime
 from hybrid_rl.validate import group_sizes
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+from .machine_options import GPU, GPU_MEMORY, HOST_MEMORY, check_card
+from .settings import SettingsParser
+
 WIDTH = 120
 
 
-def parse_bytes(text: str, *, field: str) -> int:
-    """Return the number of bytes of a size with its unit: 80GiB, 40 GB, 512MiB, 1073741824.
-
-    Args:
-        text: the size.
-        field: name of the argument, for messages.
-
-    Raises:
-        ConfigError: the text is not a size, or the size is not positive.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    unit = UNITS.get(found[2].upper()) if found else None
-    number = float(found[1]) * unit if found and unit else 0.0
-    check(number >= 1, f"{field} = {text}: must be a size such as 80GiB, 40GB or 85899345920")
-    return int(number)
+def add_machine_options(parser: SettingsParser) -> None:
+    """Add the options that describe a machine."""
+    parser.add_argument("--gpu", default=None, help=GPU)
+    parser.add_argument("--gpu-memory", default=None, help=GPU_MEMORY)
+    parser.add_argument("--gpus", type=int | None, default=None, help="GPUs of a node.")
+    parser.add_argument("--nodes", type=int | None, default=None, help="Nodes.")
+    parser.add_argument("--host-memory", default=None, help=HOST_MEMORY)
 
 
 def show_plan(config: Config, machine: Machine, console: Console | None = None) -> bool:
     """Print the forecast of a config on a machine and return whether it fits.
 
     Raises:
-        ConfigError: a folder holds no model; an engine or a model-parallel group would span two nodes.
+        ConfigError: a folder holds no model; an engine or a model-parallel group would span two nodes; the card lacks
+            what the settings ask for.
     """
+    check_card(machine, config.models)
     for field, size in group_sizes(config).items():
         check(machine.num_gpus % size == 0, f"{field} = {size}: must divide --gpus {machine.num_gpus}")
-    rates = Rates()
     console = console or Console(width=WIDTH, highlight=False)
-    forecast = make_forecast(config, machine, rates)
+    forecast = make_forecast(config, machine)
     console.print(_memory_table(forecast))
-    for line in (*_kv_lines(forecast), *_host_lines(forecast, rates), *_verdict(forecast)):
+    for line in (*_kv_lines(forecast), *_host_lines(forecast)):
         console.print(line, soft_wrap=True)
-    console.print(_time_table(forecast))
+    console.print(_loading_table(forecast))
+    for line in (*_verdict(forecast), *_rate_lines(forecast)):
+        console.print(line, soft_wrap=True)
+    if forecast.time:
+        console.print(_time_table(forecast, forecast.time))
     return forecast.fits
 
 
@@ -62,7 +61,8 @@ def _gib(num_bytes: int) -> str:
 def _memory_table(forecast: Forecast) -> Table:
     plan, machine = forecast.plan, forecast.machine
     phases = [p for p in Phase if forecast.config.has_critic or p is not Phase.UPDATE_CRITIC]
-    title = f"GiB on each GPU of {machine.gpu_memory_bytes / GIB:.1f} GiB, {machine.num_ranks} in all"
+    name = f" ({machine.card.name})" if machine.card else ""
+    title = f"GiB on each GPU of {machine.gpu_memory_bytes / GIB:.1f} GiB{name}, {machine.num_ranks} in all"
     table = Table("", *(p.value for p in phases), "pinned on host", title=title, title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -101,35 +101,86 @@ def _kv_lines(forecast: Forecast) -> list[str]:
     return lines
 
 
-def _host_lines(forecast: Forecast, rates: Rates) -> list[str]:
+def _host_lines(forecast: Forecast) -> list[str]:
     parts = []
     for mode, found in forecast.swap_modes.items():
         missing = f", {found.missing_bytes / GIB:.1f} GiB too much" if found.missing_bytes else ""
-        parts.append(f"{mode} {found.bus_s:.2f} s{missing}")
+        parts.append(f"{mode} {_bus(found.bus_bytes, found.bus_s)}{missing}")
     swap, host = forecast.config.memory.swap, forecast.plan.host_bytes / GIB
-    own = bus_seconds(forecast.plan, swap, rates)
+    seconds = bus_seconds(forecast.plan, swap, forecast.rates) if forecast.rates else None
     return [
-        f"host memory, pinned: {host:.1f} GiB per node; bus per step: {own:.2f} s (swap {swap})",
+        f"host memory, pinned: {host:.1f} GiB per node; bus per step: {_bus(forecast.plan.bus_bytes, seconds)} "
+        f"(swap {swap})",
         f"bus per step by memory.swap, all tenants moving: {'; '.join(parts)}",
     ]
 
 
+def _bus(num_bytes: int, seconds: float | None) -> str:
+    """Return how much a GPU copies to and from the host, in seconds or, for an unknown card, in bytes."""
+    return f"{num_bytes / GIB:.1f} GiB" if seconds is None else f"{seconds:.2f} s"
+
+
+def _loading_table(forecast: Forecast) -> Table:
+    plan, machine = forecast.plan, forecast.machine
+    table = Table("start, in this order", "each GPU", "host, per node", title="GiB while loading", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for moment in plan.loading:
+        table.add_row(moment.name, _gib(moment.gpu_bytes), _gib(moment.host_bytes))
+    table.add_section()
+    table.add_row("peak", _gib(plan.loading_bytes), _gib(plan.loading_host_bytes))
+    available = machine.host_memory_bytes
+    table.add_row("available", _gib(machine.budget_bytes), _gib(available) if available else "not known")
+    return table
+
+
 def _verdict(forecast: Forecast) -> list[str]:
     plan = forecast.plan
-    if not forecast.fits:
+    if plan.missing_host_bytes:
+        remedy = "give the nodes more memory, or use fewer GPUs of each or smaller models"
+        return [f"[red]does not fit[/red]: {plan.host_shortage()}; {remedy}"]
+    if plan.missing_bytes:
         missing = f"{plan.shortage()}: {plan.missing_bytes:,} bytes missing"
         return [f"[red]does not fit[/red]: {missing}", describe_alternative(forecast.fitting)]
     spare = (forecast.machine.budget_bytes - plan.peak(plan.fullest_phase)) / GIB
     lines = [f"[green]fits[/green]: {plan.fullest_phase.value} is the fullest phase, {spare:.1f} GiB are left in it"]
-    if forecast.faster:
+    if forecast.faster and forecast.time:
         larger, seconds = forecast.faster
         now = forecast.time.total_s
         lines.append(f"this would fit too, and take {seconds:.1f} s a step instead of {now:.1f}: {larger}")
     return lines
 
 
-def _time_table(forecast: Forecast) -> Table:
-    time, alone = forecast.time, forecast.alone
+def _rate_lines(forecast: Forecast) -> list[str]:
+    """Return what the predicted seconds rest on, or why there are none, and which kernels the card runs."""
+    card, reason = forecast.machine.card, why_no_time(forecast.config, forecast.machine)
+    lines = [f"[yellow]seconds are not predicted[/yellow]: {reason}"] if reason else []
+    if reason and card is None:
+        lines[0] += f" ({', '.join(CARDS)})"
+    if card and not reason:
+        lines.append(describe_rates(card))
+    if card and not card.has_fused_logprobs and forecast.config.models.dtype != "float32":
+        lines.append(f"log-probs: in chunks, because the fused kernels need more shared memory than {card.name} has")
+    return lines
+
+
+def describe_rates(card: Card) -> str:
+    """Return a sentence about the rates of a card: measured, or scaled by the ratios of peaks."""
+    if card is MEASURED_ON:
+        return f"seconds: from rates measured on {card.name}"
+    rates, measured = rates_of(card), rates_of(MEASURED_ON)
+    ratios = {
+        "products": rates.matmul_flops / measured.matmul_flops,
+        "memory": rates.memory_bytes_per_s / measured.memory_bytes_per_s,
+        "bus": rates.bus_out_bytes_per_s / measured.bus_out_bytes_per_s,
+        "links": rates.node_bytes_per_s / measured.node_bytes_per_s,
+    }
+    factors = ", ".join(f"{name} x {ratio:.2f}" for name, ratio in ratios.items())
+    return f"seconds: from rates measured on {MEASURED_ON.name}, scaled by data sheets to {card.name}: {factors}"
+
+
+def _time_table(forecast: Forecast, time: StepTime) -> Table:
+    alone = forecast.alone
     table = Table("predicted", "seconds", title="one step, all responses at full length: prediction, not measured")
     table.columns[1].justify = "right"
     for name, seconds in time.phases.items():

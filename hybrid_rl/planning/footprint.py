@@ -60,6 +60,8 @@ class Footprint:
     """Temporary copies of the optimizer step, when no activations are left."""
     host_bytes: int
     """Pinned host memory of an optimizer on the host."""
+    initial_gradient_bytes: int
+    """Float32 gradients with which DeepSpeed creates the optimizer's states, before the first step; freed again."""
 
 
 def engine_footprint(shape: ModelShape, sharding: Sharding, *, num_trained: int) -> Footprint:
@@ -119,6 +121,7 @@ def engine_footprint(shape: ModelShape, sharding: Sharding, *, num_trained: int)
         gathered_bytes=b * min(total, max(PREFETCH_ELEMENTS, shape.num_linear // shape.num_layers)) * is_gathering,
         step_bytes=step,
         host_bytes=20 * shard if is_on_host else 0,
+        initial_gradient_bytes=0 if is_on_host else 4 * shard,
     )
 
 

@@ -7,7 +7,7 @@ from hybrid_rl.planning.advice import Alternative, find_fitting_alternative, lar
 from hybrid_rl.planning.communication_time import bus_seconds
 from hybrid_rl.planning.plan import Machine, Plan
 from hybrid_rl.planning.planner import make_plan
-from hybrid_rl.planning.rates import Rates
+from hybrid_rl.planning.rates import Rates, rates_of
 from hybrid_rl.planning.shapes import Shapes, read_shapes
 from hybrid_rl.planning.simulator import StepTime, simulate
 
@@ -19,8 +19,10 @@ SWAP_MODES = ("vmm", "deepspeed", "off")
 class SwapForecast:
     """Memory and time of a run with one value of memory.swap."""
 
-    bus_s: float
-    """Seconds of a step that a GPU copies to and from the host."""
+    bus_bytes: int
+    """Bytes of a step that a GPU copies to and from the host."""
+    bus_s: float | None
+    """Seconds of these copies; None if the card is not known."""
     missing_bytes: int
 
 
@@ -32,9 +34,12 @@ class Forecast:
     machine: Machine
     shapes: Shapes
     plan: Plan
-    time: StepTime
+    rates: Rates | None
+    """Rates of the card; None if durations cannot be predicted, see why_no_time."""
+    time: StepTime | None
+    """The step; None if durations cannot be predicted."""
     alone: StepTime | None
-    """The step on one GPU with the same settings; None if it does not fit."""
+    """The step on one GPU with the same settings; None if it does not fit, or cannot be predicted."""
     swap_modes: dict[str, SwapForecast]
     """Value of memory.swap -> what it would take."""
     faster: tuple[Alternative, float] | None
@@ -44,29 +49,40 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Whether the plan fits."""
-        return not self.plan.missing_bytes
+        """Whether the plan fits on the GPUs and, where the memory of a node is known, in it."""
+        return not self.plan.missing_bytes and not self.plan.missing_host_bytes
 
 
-def make_forecast(config: Config, machine: Machine, rates: Rates) -> Forecast:
-    """Return plan and predicted durations of a config on a machine.
+def why_no_time(config: Config, machine: Machine) -> str | None:
+    """Return why the duration of a step cannot be predicted; None if it can."""
+    if machine.card is None:
+        return "the card is unknown; name it with --gpu"
+    if config.models.dtype == "float32":
+        return "the rates are those of bfloat16, and models.dtype is float32"
+    return None
+
+
+def make_forecast(config: Config, machine: Machine) -> Forecast:
+    """Return plan and predicted durations of a config on a machine; without durations if why_no_time says so.
 
     Raises:
         ConfigError: a folder holds no model.
     """
     shapes = read_shapes(config)
     plan = make_plan(config, machine, shapes)
-    time = simulate(config, machine, shapes, plan, rates)
+    rates = rates_of(machine.card) if machine.card and not why_no_time(config, machine) else None
+    time = simulate(config, machine, shapes, plan, rates) if rates else None
     fits = not plan.missing_bytes
     return Forecast(
         config=config,
         machine=machine,
         shapes=shapes,
         plan=plan,
+        rates=rates,
         time=time,
-        alone=_time_on_one_gpu(config, machine, shapes, rates),
+        alone=_time_on_one_gpu(config, machine, shapes, rates) if rates else None,
         swap_modes={mode: _with_swap(config, machine, shapes, rates, mode) for mode in SWAP_MODES},
-        faster=_find_faster(config, machine, shapes, rates, time) if fits else None,
+        faster=_find_faster(config, machine, shapes, rates, time) if fits and rates and time else None,
         fitting=None if fits else find_fitting_alternative(config, machine, shapes),
     )
 
@@ -83,10 +99,14 @@ def _time_on_one_gpu(config: Config, machine: Machine, shapes: Shapes, rates: Ra
     return None if plan.missing_bytes else simulate(config, machine, shapes, plan, rates)
 
 
-def _with_swap(config: Config, machine: Machine, shapes: Shapes, rates: Rates, mode: str) -> SwapForecast:
+def _with_swap(config: Config, machine: Machine, shapes: Shapes, rates: Rates | None, mode: str) -> SwapForecast:
     found = Alternative(config=config, machine=machine).set("memory.swap", mode)
     plan = make_plan(found.config, machine, shapes)
-    return SwapForecast(bus_s=bus_seconds(plan, mode, rates), missing_bytes=plan.missing_bytes)
+    return SwapForecast(
+        bus_bytes=plan.bus_bytes,
+        bus_s=bus_seconds(plan, mode, rates) if rates else None,
+        missing_bytes=plan.missing_bytes,
+    )
 
 
 def _find_faster(

@@ -6,6 +6,7 @@ from typing import Literal
 
 from hybrid_rl.config import Config
 from hybrid_rl.memory.residency import ALL_PHASES, ROLLOUT, Phase, TenantSpec, always_resident
+from hybrid_rl.planning.cards import Card
 from hybrid_rl_kernels import dispatch
 
 GIB = 1 << 30
@@ -23,6 +24,10 @@ class Machine:
     num_nodes: int = 1
     backend: Literal["reference", "triton"] = dispatch.SETTING  # type: ignore[assignment]
     """Kernels that compute log-probs; `triton` means a GPU."""
+    card: Card | None = None
+    """Model of the GPUs; None if it is not known, and seconds cannot be predicted."""
+    host_memory_bytes: int | None = None
+    """Memory of a node; None if it is not known, and only what the run takes can be said."""
 
     @property
     def num_ranks(self) -> int:
@@ -60,6 +65,17 @@ def peak_bytes(allocations: Iterable[Allocation], phase: Phase) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Moment:
+    """Memory at a moment of the start, before the first phase."""
+
+    name: str
+    gpu_bytes: int
+    """Bytes in use on each GPU."""
+    host_bytes: int
+    """Bytes of a node's memory: pinned copies of all its GPUs, and the model that each of its ranks loads."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The allocations on each GPU of a run, and the size of the KV cache."""
 
@@ -75,6 +91,8 @@ class Plan:
     """Sequences of full length that the KV cache holds."""
     max_concurrent_sequences: int
     """Sequences that the engine would decode at once if the KV cache had room."""
+    loading: tuple[Moment, ...] = ()
+    """The moments of the start, in order."""
 
     def peak(self, phase: Phase) -> int:
         """Return the bytes of a GPU in use at the peak of a phase."""
@@ -117,20 +135,54 @@ class Plan:
         return max(Phase, key=self.peak)
 
     @property
+    def loading_bytes(self) -> int:
+        """Bytes of a GPU in use at the fullest moment of the start."""
+        return max((moment.gpu_bytes for moment in self.loading), default=0)
+
+    @property
+    def loading_host_bytes(self) -> int:
+        """Bytes of a node's memory in use at the fullest moment of the start."""
+        return max((moment.host_bytes for moment in self.loading), default=0)
+
+    @property
     def missing_bytes(self) -> int:
-        """Bytes that the fullest phase needs beyond the budget; 0 if the plan fits."""
-        return max(0, self.peak(self.fullest_phase) - self.machine.budget_bytes)
+        """Bytes that the fullest phase or moment of the start needs beyond the budget; 0 if the plan fits."""
+        needed = max(self.peak(self.fullest_phase), self.loading_bytes)
+        return max(0, needed - self.machine.budget_bytes)
+
+    @property
+    def missing_host_bytes(self) -> int:
+        """Bytes that the start needs beyond a node's memory; 0 if it fits, or if the memory is not known."""
+        available = self.machine.host_memory_bytes
+        return 0 if available is None else max(0, self.loading_host_bytes - available)
 
     @property
     def host_bytes(self) -> int:
         """Pinned host memory of all GPUs of a node."""
         return self.machine.num_gpus * sum(allocation.host_bytes for allocation in self.allocations)
 
+    @property
+    def bus_bytes(self) -> int:
+        """Bytes of a step that a GPU copies to and from the host."""
+        return sum(allocation.out_bytes + allocation.in_bytes for allocation in self.allocations)
+
     def shortage(self) -> str:
-        """Return a sentence about the fullest phase: the bytes that it needs and those that are available."""
-        phase, machine = self.fullest_phase, self.machine
+        """Return a sentence about the fullest phase, or moment of the start: the bytes that it needs and has."""
+        phase, machine, needed = self.fullest_phase, self.machine, self.peak(self.fullest_phase)
+        what = f"phase {phase.value} needs"
+        if self.loading_bytes > needed:
+            fullest = max(self.loading, key=lambda moment: moment.gpu_bytes)
+            what, needed = f"the start needs, at {fullest.name},", fullest.gpu_bytes
         return (
-            f"phase {phase.value} needs {self.peak(phase):,} bytes ({self.peak(phase) / GIB:.1f} GiB) of each GPU, but "
+            f"{what} {needed:,} bytes ({needed / GIB:.1f} GiB) of each GPU, but "
             f"{machine.budget_bytes:,} ({machine.budget_bytes / GIB:.1f} GiB) are available, {MARGIN:.0%} of the card "
             "left free"
+        )
+
+    def host_shortage(self) -> str:
+        """Return a sentence about the start's need of host memory: the bytes that it needs and has."""
+        needed, available = self.loading_host_bytes, self.machine.host_memory_bytes or 0
+        return (
+            f"the start needs {needed:,} bytes ({needed / GIB:.1f} GiB) of host memory per node, but "
+            f"{available:,} ({available / GIB:.1f} GiB) are there"
         )

@@ -3,6 +3,7 @@
 from hybrid_rl.config import Config
 from hybrid_rl.memory.residency import RESIDENCY
 from hybrid_rl.planning.engine_memory import engine_allocations, kv_cache_bytes, kv_sequence_tokens, kv_token_bytes
+from hybrid_rl.planning.loading import loading_moments
 from hybrid_rl.planning.plan import GIB, Allocation, Machine, Plan
 from hybrid_rl.planning.shapes import Shapes
 from hybrid_rl.planning.sync_memory import sync_allocations
@@ -44,6 +45,7 @@ def make_plan(config: Config, machine: Machine, shapes: Shapes) -> Plan:
     kv_tokens = kv_bytes // kv_token_bytes(work)
     return Plan(
         allocations=tuple(a for a in allocations if a.num_bytes or a.host_bytes),
+        loading=loading_moments(work, allocations),
         machine=machine,
         residency=RESIDENCY | {name: RESIDENCY[name].in_every_phase() for name in resident},
         kv_bytes=kv_bytes,

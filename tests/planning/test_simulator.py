@@ -85,7 +85,7 @@ def test_decode_is_bound_by_the_slower_of_host_and_memory(config):
     fast = step(config, Rates(host_s_per_step=0, host_s_per_sequence=1e-9))
     read = 2 * 1_543_714_304 + 512 * (256 + 256) * 28_672
     assert fast.decode_bound == "bandwidth"
-    assert fast.phases["rollout: decode"] == pytest.approx(512 * read / (0.4 * 3.01e12))
+    assert fast.phases["rollout: decode"] == pytest.approx(512 * read / (0.4 * 4.21e12))
 
 
 def test_a_tensor_parallel_engine_reads_half_of_the_weights_on_each_gpu(config):
@@ -172,7 +172,8 @@ def test_the_bus_by_hand():
         kv_sequences=0,
         max_concurrent_sequences=0,
     )
-    assert bus_seconds(plan, "deepspeed", Rates()) == pytest.approx(3.0)
+    rates = Rates(deepspeed_out_bytes_per_s=13e9, deepspeed_in_bytes_per_s=43e9)
+    assert bus_seconds(plan, "deepspeed", rates) == pytest.approx(3.0)
     assert bus_seconds(plan, "vmm", Rates()) == pytest.approx(56 / 55.1 + 1)
     assert bus_seconds(plan, "off", Rates()) == 0
 

@@ -1,0 +1,91 @@
+"""The options `--gpu`, `--gpu-memory`, `--gpus`, `--nodes`, `--host-memory`, which describe the machine of a plan."""
+
+import re
+from argparse import Namespace
+
+import torch
+
+from hybrid_rl.config import ModelsConfig, check
+from hybrid_rl.machine.gpus import check_capability
+from hybrid_rl.planning.cards import CARDS, Card, find_card
+from hybrid_rl.planning.plan import GIB, Machine
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+DEFAULT_BYTES = 80 * GIB
+"""Memory of a GPU where no option names any, and this machine has none."""
+GPU = f"The card, one of {', '.join(CARDS)}; null is the one of this machine, if it is among these."
+GPU_MEMORY = "Memory of a GPU, such as 80GiB or 40GB; null is the card's. Without --gpu no seconds are predicted."
+HOST_MEMORY = "Memory of a node, such as 512GiB; null only says what the run takes."
+
+
+def parse_bytes(text: str, *, field: str) -> int:
+    """Return the number of bytes of a size with its unit: 80GiB, 40 GB, 512MiB, 1073741824.
+
+    Args:
+        text: the size.
+        field: name of the argument, for messages.
+
+    Raises:
+        ConfigError: the text is not a size, or the size is not positive.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = UNITS.get(found[2].upper()) if found else None
+    number = float(found[1]) * unit if found and unit else 0.0
+    check(number >= 1, f"{field} = {text}: must be a size such as 80GiB, 40GB or 85899345920")
+    return int(number)
+
+
+def parse_card(name: str) -> Card:
+    """Return the card of a name.
+
+    Raises:
+        ConfigError: no card has the name.
+    """
+    check(
+        name.lower() in CARDS,
+        f"--gpu {name}: must be one of {', '.join(CARDS)}; for another card give --gpu-memory alone",
+    )
+    return CARDS[name.lower()]
+
+
+def parse_machine(settings: Namespace, *, num_gpus: int | None = None, num_nodes: int | None = None) -> Machine:
+    """Return the machine that the options describe; without --gpu and --gpu-memory, its card is the one found here.
+
+    Args:
+        settings: the options.
+        num_gpus, num_nodes: GPUs of a node and nodes where --gpus and --nodes are null.
+
+    Raises:
+        ConfigError: a memory is not a size, or a card is not known.
+    """
+    card = parse_card(settings.gpu) if settings.gpu else None
+    memory = parse_bytes(settings.gpu_memory, field="--gpu-memory") if settings.gpu_memory else None
+    if card is None and memory is None:
+        card, memory = card_here()
+    host = parse_bytes(settings.host_memory, field="--host-memory") if settings.host_memory else None
+    return Machine(
+        gpu_memory_bytes=memory or (card.memory_bytes if card else DEFAULT_BYTES),
+        num_gpus=settings.gpus or num_gpus or 1,
+        num_nodes=settings.nodes or num_nodes or 1,
+        card=card,
+        host_memory_bytes=host,
+    )
+
+
+def card_here() -> tuple[Card | None, int | None]:
+    """Return card and memory of this machine's first visible GPU; None for a card that is not known, or without one."""
+    if not torch.cuda.is_available():
+        return None, None
+    properties = torch.cuda.get_device_properties(0)
+    return find_card(properties.name), properties.total_memory
+
+
+def check_card(machine: Machine, models: ModelsConfig) -> None:
+    """Check that a known card can compute what the settings of the models ask for; see check_capability.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if machine.card:
+        check_capability(machine.card.name, machine.card.capability, models, ())
