@@ -17,10 +17,11 @@ from transformers import Qwen2Config
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from hybrid_rl.config import Config
+from hybrid_rl.planning.cards import CARDS
 from hybrid_rl.planning.plan import Machine
 from hybrid_rl.validate import validate
 from launch.colocated import parse
-from launch.plan import WIDTH, parse_bytes, show_plan
+from launch.plan import WIDTH, show_plan
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "recipes.md"
@@ -32,12 +33,12 @@ SHAPES = {
 }
 """Layers, width, feed-forward width, heads, key heads, vocabulary, tied head: the published config.json of each."""
 MACHINES = {
-    "grpo_1.5b_1gpu": ("80GiB", 1),
-    "grpo_7b_2gpu": ("80GiB", 2),
-    "grpo_7b_8gpu": ("80GiB", 8),
-    "lora_3b_24gb": ("22GiB", 1),
+    "grpo_1.5b_1gpu": ("h100", 1),
+    "grpo_7b_2gpu": ("h100", 2),
+    "grpo_7b_8gpu": ("h100", 8),
+    "lora_3b_24gb": ("rtx4090", 1),
 }
-"""Recipe -> memory of a card and number of cards."""
+"""Recipe -> card and number of cards."""
 BLOCK = re.compile(r"(<!-- (settings|plan): ([\w.]+) -->\n+```\w*\n).*?(```\n)", re.DOTALL)
 
 
@@ -66,8 +67,8 @@ def read_recipe(name: str) -> Config:
 
 def plan(name: str) -> tuple[str, bool]:
     """Return what `launch/colocated.py plan` prints for a recipe, and whether it fits."""
-    config, (memory, num_gpus) = read_recipe(name), MACHINES[name]
-    machine = Machine(gpu_memory_bytes=parse_bytes(memory, field="--gpu-memory"), num_gpus=num_gpus)
+    config, (card, num_gpus) = read_recipe(name), MACHINES[name]
+    machine = Machine(gpu_memory_bytes=CARDS[card].memory_bytes, num_gpus=num_gpus, card=CARDS[card])
     with tempfile.TemporaryDirectory() as folder:
         write_shape(Path(folder), Path(config.models.actor).name)
         config = dataclasses.replace(config, models=dataclasses.replace(config.models, actor=folder))
