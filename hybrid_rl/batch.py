@@ -25,7 +25,8 @@ class Prompt:
     """Token ids of the same prompt on a fixed day; None if its chat template does not ask for the date."""
     prefill: str = ""
     """End of `text` that the chat template writes in the model's name, such as `<think>` and a line break."""
-    answer: str | None = None
+    answer: str | list[str] | None = None
+    """The right answer; a list of all right ones where the data set has a list."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """The row's other columns, which reward functions may read."""
 

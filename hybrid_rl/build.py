@@ -21,6 +21,7 @@ from hybrid_rl.checkpoints.run_folder import RunFolder
 from hybrid_rl.checkpoints.saver import Saver
 from hybrid_rl.config import Config
 from hybrid_rl.data.loading import Data
+from hybrid_rl.data.sets import make_text_mixture
 from hybrid_rl.distributed import World, begin_to_end, join_world
 from hybrid_rl.engines import RolloutEngine, TrainEngine
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
@@ -312,7 +313,8 @@ def build_ema(setup: Setup, actor: TrainEngine) -> EmaWeights | None:
 
 def build_ptx(setup: Setup) -> PtxLoss | None:
     """Return the language-model loss that is mixed into the actor's; None without ptx.path."""
-    config, texts = setup.config, setup.data.ptx_texts
+    config, sets = setup.config, setup.data.text_sets
+    texts = [text for each in sets for text in each.texts]
     if not texts:
         return None
     return PtxLoss(
@@ -321,6 +323,7 @@ def build_ptx(setup: Setup) -> PtxLoss | None:
         setup.data_parallel,
         seed=config.run.seed,
         undated_texts=[text.undated_token_ids or text.token_ids for text in texts],
+        mixture=make_text_mixture(config, sets),
     )
 
 

@@ -24,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from hybrid_rl.atomic import flush_tree
 from hybrid_rl.config import Config
+from hybrid_rl.config_data import paths_in, with_paths
 from hybrid_rl.scratch import scratch_folder
 
 LETTERS = list("abcdefghijkl")
@@ -355,7 +356,9 @@ def cache_dir() -> Path:
 
 def resolve_demo(config: Config, report: Callable[[str], None] = print) -> Config:
     """Return the config with `demo:policy`, `demo:reward`, `demo:train` and `demo:heldout` replaced by their paths."""
-    values = [config.models.actor, config.models.reward, config.prompts.path, config.prompts.eval_path]
+    models, prompts = config.models, config.prompts
+    data = {"path": prompts.path, "eval_path": prompts.eval_path}
+    values = [models.actor, models.reward, *paths_in(list(data.values()))]
     if not any(value in PLACEHOLDERS for value in values):
         return config
     paths = build_demo(cache_dir(), report=report)
@@ -363,7 +366,6 @@ def resolve_demo(config: Config, report: Callable[[str], None] = print) -> Confi
     def resolve(value: str) -> str:
         return str(getattr(paths, value.removeprefix("demo:"))) if value in PLACEHOLDERS else value
 
-    models, prompts = config.models, config.prompts
     models = replace(models, actor=resolve(models.actor), reward=models.reward and resolve(models.reward))
-    eval_path = prompts.eval_path and resolve(prompts.eval_path)
-    return replace(config, models=models, prompts=replace(prompts, path=resolve(prompts.path), eval_path=eval_path))
+    resolved = {name: with_paths(value, resolve) for name, value in data.items()}
+    return replace(config, models=models, prompts=replace(prompts, **resolved))

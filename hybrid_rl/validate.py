@@ -9,6 +9,7 @@ from hybrid_rl.config import Config, ConfigError, Findings, check
 from hybrid_rl.settings.passed_on import refused_keys
 from hybrid_rl.settings.paths import broken_paths, expand_home
 from hybrid_rl.settings.ranges import broken_values
+from hybrid_rl.settings.sources import broken_sources
 from hybrid_rl.settings.types import (
     broken_sections,
     broken_types,
@@ -286,7 +287,7 @@ def validate(config: Config) -> Config:
     """
     check(isinstance(config, Config), f"the settings are of type {type(config).__name__}: must be a Config")
     broken: dict[str, str] = {}
-    for find in (broken_sections, broken_types, broken_paths, broken_values):
+    for find in (broken_sections, broken_types, broken_sources, broken_paths, broken_values):
         config = expand_home(config) if find is broken_paths else config
         broken = dict(find(config)) | broken
         config = with_settings(config, {name: get_setting(Config(), name) for name in broken})

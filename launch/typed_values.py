@@ -4,10 +4,10 @@ from itertools import repeat
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from yaml import Node, ScalarNode, SequenceNode
+from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
 from hybrid_rl.config import ConfigError
-from hybrid_rl.settings.types import has_type, is_optional, without_null, wrong_type
+from hybrid_rl.settings.types import alternatives, has_type, is_optional, without_null, wrong_type
 from hybrid_rl.settings.yaml_format import SettingsLoader, is_kind, parse_float, parse_int
 
 from .yaml_nodes import Source, compose
@@ -17,6 +17,8 @@ BOOLEANS = {
     **dict.fromkeys(("false", "no", "off", "n"), False),
 }
 """Words of a boolean, in lower case."""
+_NODES: dict[Any, type[Node]] = {str: ScalarNode, list: SequenceNode, dict: MappingNode}
+"""Type, of several that a setting takes -> the YAML node that holds it."""
 
 
 class WrongTypeError(ValueError):
@@ -56,10 +58,10 @@ def read_argument(name: str, text: str, annotation: Any) -> Any:
     """
     if text == "null" and is_optional(annotation):
         return None
-    inner = without_null(annotation)
+    inner = _kind_of(text, annotation)
     if inner is str and text != "null":
         return text
-    is_tree = get_origin(inner) in (list, tuple, Literal) or inner in (dict, Any)
+    is_tree = get_origin(inner) in (list, tuple, Literal) or inner in (dict, list, Any)
     node = compose(Source(name=f"--{name}", text=text, is_file=False)) if is_tree else None
     try:
         return _read_node(node, inner) if is_tree else _read_word(text.strip(), inner)
@@ -67,6 +69,13 @@ def read_argument(name: str, text: str, annotation: Any) -> Any:
         raise ConfigError(f"--{name} cannot be read: {error.problem or error.context}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(wrong_type(name, text, annotation)) from error
+
+
+def _kind_of(text: str, annotation: Any) -> Any:
+    """Return the type that an argument has, of several that a setting takes: a list or a mapping by its bracket."""
+    kinds = alternatives(annotation)
+    wanted = {"[": list, "{": dict}.get(text.lstrip()[:1])
+    return wanted if len(kinds) > 1 and wanted in kinds else kinds[0]
 
 
 def read_item(name: str, text: str, annotation: Any) -> list[Any]:
@@ -98,12 +107,14 @@ def read_free(node: Node) -> Any:
 def _read_node(node: Node | None, annotation: Any) -> Any:
     if is_optional(annotation) and is_null(node):
         return None
-    annotation = without_null(annotation)
+    if len(kinds := alternatives(annotation)) > 1:
+        return _read_node(node, next((kind for kind in kinds if isinstance(node, _NODES[kind])), kinds[0]))
+    (annotation,) = kinds
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation is Any:
         return read_free(node) if node else None
-    if annotation is dict:
-        return _read_mapping(node)
+    if annotation in (dict, list):
+        return _read_plain(node, annotation)
     if origin in (list, tuple):
         if not isinstance(node, SequenceNode) or (origin is tuple and len(node.value) != len(arguments)):
             raise WrongTypeError
@@ -114,9 +125,9 @@ def _read_node(node: Node | None, annotation: Any) -> Any:
     return _read_word(node.value, annotation, is_plain=not node.style)
 
 
-def _read_mapping(node: Node | None) -> dict[str, Any]:
+def _read_plain(node: Node | None, annotation: Any) -> Any:
     value = read_free(node) if node else None
-    if not isinstance(value, dict) or not has_type(value, dict):
+    if not has_type(value, annotation):
         raise WrongTypeError
     return value
 

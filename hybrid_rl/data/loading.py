@@ -1,16 +1,27 @@
 """The parts of a run that are read before any model is loaded: tokenizers, prompts, texts and scorers."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.batch import Prompt
 from hybrid_rl.config import Config, Findings, check
-from hybrid_rl.data.prompts import PromptLoader, load_prompts, load_rows
+from hybrid_rl.data.order import PromptLoader
+from hybrid_rl.data.prompts import PromptSet
+from hybrid_rl.data.sets import (
+    check_rows,
+    describe,
+    evaluates,
+    load_evaluation_sets,
+    load_training_sets,
+    make_mixture,
+    number_prompts,
+)
+from hybrid_rl.data.source_functions import choose_functions
 from hybrid_rl.data.template import Template, load_template
-from hybrid_rl.data.texts import Text, load_texts, read_texts
+from hybrid_rl.data.texts import TextSet, load_text_sets, read_texts
 from hybrid_rl.distributed import World
 from hybrid_rl.models.checks import check_models
 from hybrid_rl.models.loading import load_config
@@ -28,8 +39,8 @@ class Data:
     """Sorted ids that end a response."""
     loader: PromptLoader
     """Training prompts of this rank."""
-    eval_prompts: list[Prompt]
-    """Held-out prompts of this rank; empty without evaluation."""
+    eval_sets: Mapping[str, list[Prompt]]
+    """Name -> held-out prompts of this rank; the name is empty where there is one set, and none without evaluation."""
     scorer: ScorerPool | None
     """Rule functions of training; None if the settings list none."""
     eval_scorer: ScorerPool | None
@@ -38,14 +49,30 @@ class Data:
     """HTTP services that score responses; None if the settings list none."""
     reward_tokenizer: PreTrainedTokenizerBase | None
     """Tokenizer of the reward model; None if it is the actor's, or there is no reward model."""
-    ptx_texts: list[Text]
-    """Texts of the language-model (ptx) loss; empty without it."""
+    text_sets: list[TextSet]
+    """Texts of the language-model (ptx) loss, by data set; empty without it."""
+    lines: list[str]
+    """A line for each data set, which a run shows when it starts."""
+
+    @property
+    def eval_prompts(self) -> list[Prompt]:
+        """Held-out prompts of this rank, of all sets."""
+        return [prompt for prompts in self.eval_sets.values() for prompt in prompts]
 
     def close(self) -> None:
         """End the processes of the rule functions."""
         for scorer in (self.scorer, self.eval_scorer):
             if scorer:
                 scorer.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Read:
+    """The data sets of a run; what cannot be read is None, which is a finding."""
+
+    training: list[PromptSet] | None
+    evaluation: dict[str, PromptSet] | None
+    texts: list[TextSet] | None
 
 
 def load_data(config: Config, world: World) -> Data:
@@ -55,91 +82,106 @@ def load_data(config: Config, world: World) -> Data:
         world: all ranks, over which the prompts are divided.
     Raises:
         ConfigError: everything that check_models, load_tokenizer, load_template, load_prompts, ScorerPool,
-            RemoteScorer and load_texts find.
+            RemoteScorer and load_text_sets find.
     """
-    findings = Findings()
-    findings.run(lambda: check_models(config))
+    findings, of_rows = Findings(), Findings()
+    findings.run(lambda: check_models(config, world.device))
     tokenizer = _load_tokenizer(config, findings)
-    template = findings.run(lambda: load_template(config.prompts.template_path, tokenizer)) if tokenizer else None
-    make = functools.partial(
-        ScorerPool,
-        timeout_s=config.reward.timeout_s,
-        num_workers=config.reward.num_workers,
-        memory_limit_bytes=config.reward.memory_limit_bytes,
-        environment_variables=config.reward.environment_variables,
-    )
-    scorer = findings.run(lambda: _make_scorer(config, make))
-    is_named = config.run.eval_function is not None or not config.reward.functions
-    # Otherwise it is one of the training functions, whose faults are found already.
-    eval_scorer = findings.run(lambda: _make_eval_scorer(config, make)) if scorer or is_named else None
+    template = of_rows.run(lambda: load_template(config.prompts.template_path, tokenizer)) if tokenizer else None
+    if tokenizer is not None and template is not None and template.chat_template is not None:
+        tokenizer.chat_template = template.chat_template  # also for ptx texts and the exported tokenizer
+    read = _read(config, tokenizer if template else None, of_rows)
+    scorer, eval_scorer = _make_scorers(config, read, findings)
     remote = findings.run(lambda: _make_remote(config))
+    findings.messages += of_rows.messages
     if tokenizer is None or template is None:
-        _check_rows(config, findings)
         findings.raise_any()
     assert tokenizer and template
-    if template.chat_template is not None:
-        tokenizer.chat_template = template.chat_template  # also for ptx texts and the exported tokenizer
     reward_tokenizer = _load_reward_tokenizer(config, tokenizer, findings)
-    check_vocabulary = functools.partial(_check_vocabulary, config, reads_own_ids=reward_tokenizer is not None)
     stop_token_ids = findings.run(lambda: _stop_token_ids(config, tokenizer, template))
-    loader = findings.run(lambda: _make_loader(config, tokenizer, world))
-    eval_prompts = findings.run(lambda: _load_eval_prompts(config, tokenizer))
-    if eval_prompts:
-        evaluated = eval_prompts
-        findings.run(lambda: check_vocabulary(evaluated, (), "prompts.eval_path"))
-    if loader and stop_token_ids:
-        train, stops = loader.prompts, stop_token_ids
-        findings.run(lambda: check_vocabulary(train, stops, "prompts.path"))
-    ptx_texts = findings.run(lambda: load_texts(config.ptx, tokenizer) if config.ptx.path else [])
-    if ptx_texts:
-        texts = ptx_texts
-        findings.run(lambda: _check_ptx_vocabulary(config, texts))
+    _check_vocabularies(config, read, stop_token_ids or [], findings, reads_own_ids=reward_tokenizer is not None)
+    loader = findings.run(lambda: _make_loader(config, read.training, world)) if read.training else None
     findings.raise_any()
-    assert stop_token_ids and loader and eval_prompts is not None and ptx_texts is not None
+    assert stop_token_ids and loader and read.training and read.evaluation is not None and read.texts is not None
+    held_out = dict(zip(read.evaluation, number_prompts(read.evaluation.values()), strict=True))
     return Data(
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids,
         loader=loader,
-        eval_prompts=eval_prompts[world.rank :: world.size],
+        eval_sets={name: prompts[world.rank :: world.size] for name, prompts in held_out.items()},
         scorer=scorer,
         eval_scorer=eval_scorer,
         remote=remote,
         reward_tokenizer=reward_tokenizer,
-        ptx_texts=ptx_texts,
+        text_sets=read.texts,
+        lines=[*describe(config, read.training, read.evaluation), *(each.line for each in read.texts)],
     )
 
 
-def _check_rows(config: Config, findings: Findings) -> None:
-    """Check rows and columns of prompts and texts, which need no tokenizer."""
-    load = functools.partial(load_rows, config=config.prompts, seed=config.run.seed)
-    findings.run(lambda: load(config.prompts.path, num_rows=config.prompts.max_samples))
-    held_out = config.prompts.eval_path
-    if held_out and _evaluates(config):
-        findings.run(lambda: load(held_out, num_rows=config.prompts.max_eval_samples, is_evaluation=True))
-    if config.ptx.path:
-        findings.run(lambda: read_texts(config.ptx))
+def _read(config: Config, tokenizer: PreTrainedTokenizerBase | None, findings: Findings) -> _Read:
+    """Return the data sets of a run; without a tokenizer only their rows are checked."""
+    if tokenizer is None:
+        check_rows(config, findings)
+        if config.ptx.path:
+            findings.run(lambda: read_texts(config.ptx))
+        return _Read(training=None, evaluation=None, texts=None)
+    return _Read(
+        training=findings.run(lambda: load_training_sets(config, tokenizer)),
+        evaluation=findings.run(lambda: load_evaluation_sets(config, tokenizer)),
+        texts=findings.run(lambda: load_text_sets(config.ptx, tokenizer)),
+    )
 
 
 def _load_tokenizer(config: Config, findings: Findings) -> PreTrainedTokenizerBase | None:
     """Return the actor's tokenizer; None if its folder holds none, which check_models may have found already."""
     later = Findings()
-    tokenizer = later.run(lambda: load_tokenizer(config.models.actor))
+    tokenizer = later.run(
+        lambda: load_tokenizer(config.models.actor, trust_remote_code=config.models.trust_remote_code)
+    )
     if not findings.messages:
         findings.messages += later.messages
     return tokenizer
 
 
-def _make_scorer(config: Config, make: Callable[..., ScorerPool]) -> ScorerPool | None:
+def _make_scorers(config: Config, read: _Read, findings: Findings) -> tuple[ScorerPool | None, ScorerPool | None]:
+    """Return the rule functions of training and the rule function of evaluation; None for what the run does not use."""
+    reward = config.reward
+    make = functools.partial(
+        ScorerPool,
+        timeout_s=reward.timeout_s,
+        num_workers=reward.num_workers,
+        memory_limit_bytes=reward.memory_limit_bytes,
+        environment_variables=reward.environment_variables,
+        on_error=reward.on_error,
+        prompts_per_call=reward.prompts_per_call,
+        answer_column=config.prompts.answer_column,
+    )
+    scorer = findings.run(lambda: _make_scorer(config, read.training or [], make))
+    is_named = config.run.eval_function is not None or not reward.functions
+    # Otherwise it is one of the training functions, whose faults are found already.
+    evaluated = list((read.evaluation or {}).values())
+    eval_scorer = findings.run(lambda: _make_eval_scorer(config, evaluated, make)) if scorer or is_named else None
+    return scorer, eval_scorer
+
+
+def _make_scorer(config: Config, sets: Sequence[PromptSet], make: Callable[..., ScorerPool]) -> ScorerPool | None:
     """Return the rule functions of training; None if the settings list none."""
     reward = config.reward
-    return make(reward.functions, reward.weights, on_error=reward.on_error) if reward.functions else None
-
-
-def _make_eval_scorer(config: Config, make: Callable[..., ScorerPool]) -> ScorerPool | None:
-    """Return the rule function of evaluation; None if the run does not evaluate."""
-    if not _evaluates(config):
+    if not reward.functions:
         return None
-    return make([config.eval_function], on_error=config.reward.on_error, field="run.eval_function")
+    choice = choose_functions(reward.functions, reward.weights, reward.by_source, sets, setting="reward.functions")
+    return make(choice.names, choice.weights) if choice.names else None
+
+
+def _make_eval_scorer(config: Config, sets: Sequence[PromptSet], make: Callable[..., ScorerPool]) -> ScorerPool | None:
+    """Return the rule function of evaluation; None if the run does not evaluate."""
+    if not evaluates(config):
+        return None
+    setting = "run.eval_function"
+    choice = choose_functions(
+        [config.eval_function], None, config.reward.by_source, sets, setting=setting, is_judge=True
+    )
+    return make(choice.names, field=setting) if choice.names else None
 
 
 def _make_remote(config: Config) -> RemoteScorer | None:
@@ -162,44 +204,62 @@ def _stop_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase, template
     return sorted({*eos, *config.rollout.stop_token_ids, *template.stop_token_ids})
 
 
-def _check_vocabulary(
-    config: Config, prompts: Sequence[Prompt], stop_token_ids: Sequence[int], field: str, *, reads_own_ids: bool
+def _check_vocabularies(
+    config: Config, read: _Read, stop_token_ids: Sequence[int], findings: Findings, *, reads_own_ids: bool
 ) -> None:
-    """Check that every model that reads the actor's ids has the ids of the prompts, and the actor the stop ids.
+    """Check that every model that reads the actor's ids has the ids of prompts, texts and stop tokens.
 
     Args:
         reads_own_ids: whether the reward model has another tokenizer than the actor.
     """
+    for each in [*(read.evaluation or {}).values(), *(read.training or [])]:
+        findings.run(functools.partial(_check_vocabulary, config, each, reads_own_ids=reads_own_ids))
+    findings.run(lambda: _check_stop_ids(config, stop_token_ids))
+    for texts in read.texts or []:
+        findings.run(functools.partial(_check_ptx_vocabulary, config, texts))
+
+
+def _check_vocabulary(config: Config, prompts: PromptSet, *, reads_own_ids: bool) -> None:
     models = config.models
     paths = {"actor": models.actor, "critic": models.critic, "reference": models.reference, "reward": models.reward}
     for name, path in paths.items():
         if path is None or (name == "reward" and reads_own_ids):
             continue
-        model_config = load_config(path, field=f"models.{name}")
-        size = getattr(model_config.get_text_config(), "vocab_size", None)
-        where = f"is not in the vocabulary of models.{name} = {path}, which has {size} ids"
-        if size is None:
-            continue
-        for prompt in prompts:
-            check(max(prompt.token_ids) < size, f"{field}: row {prompt.prompt_id}: id {max(prompt.token_ids)} {where}")
-        if name == "actor":
-            wrong = [i for i in stop_token_ids if not 0 <= i < size]
-            check(not wrong, f"rollout.stop_token_ids, EOS ids and stop_ids: id {wrong[:1]} {where}")
+        size = _vocabulary_size(config, path, f"models.{name}")
+        for prompt in prompts.prompts if size is not None else ():
+            highest = max(prompt.token_ids)
+            where = f"is not in the vocabulary of models.{name} = {path}, which has {size} ids"
+            check(highest < size, f"{prompts.source}: row {prompt.prompt_id}: id {highest} {where}")
 
 
-def _check_ptx_vocabulary(config: Config, texts: list[Text]) -> None:
+def _check_stop_ids(config: Config, stop_token_ids: Sequence[int]) -> None:
+    path = config.models.actor
+    size = _vocabulary_size(config, path, "models.actor")
+    wrong = [i for i in stop_token_ids if size is not None and not 0 <= i < size]
+    check(
+        not wrong,
+        f"rollout.stop_token_ids, EOS ids and stop_ids: id {wrong[:1]} is not in the vocabulary of models.actor = "
+        f"{path}, which has {size} ids",
+    )
+
+
+def _check_ptx_vocabulary(config: Config, texts: TextSet) -> None:
     """Check that the actor, the only model that reads the ptx texts, has their ids."""
     path = config.models.actor
-    size = getattr(load_config(path, field="models.actor").get_text_config(), "vocab_size", None)
-    if size is None:
-        return
-    for number, text in enumerate(texts):
+    size = _vocabulary_size(config, path, "models.actor")
+    for number, text in enumerate(texts.texts if size is not None else ()):
         highest = max(text.token_ids)
         check(
             highest < size,
-            f"ptx.path: row {number}: id {highest} is not in the vocabulary of models.actor = {path}, which has {size} "
-            "ids",
+            f"{texts.source}: row {number}: id {highest} is not in the vocabulary of models.actor = {path}, which has "
+            f"{size} ids",
         )
+
+
+def _vocabulary_size(config: Config, path: str, field: str) -> int | None:
+    """Return the number of token ids of a model; None if its config does not have it."""
+    model_config = load_config(path, field=field, trust_remote_code=config.models.trust_remote_code)
+    return getattr(model_config.get_text_config(), "vocab_size", None)
 
 
 def _load_reward_tokenizer(
@@ -209,37 +269,18 @@ def _load_reward_tokenizer(
     path, start = config.models.reward, f"models.reward = {config.models.reward}:"
     if not path or any(message.startswith(start) for message in findings.messages):
         return None
-    return findings.run(lambda: load_other_tokenizer(path, tokenizer))
+    trust = config.models.trust_remote_code
+    return findings.run(lambda: load_other_tokenizer(path, tokenizer, trust_remote_code=trust))
 
 
-def _make_loader(config: Config, tokenizer: PreTrainedTokenizerBase, world: World) -> PromptLoader:
+def _make_loader(config: Config, sets: Sequence[PromptSet], world: World) -> PromptLoader:
     """Return the loader of this rank's training prompts."""
-    prompts, seed = config.prompts, config.run.seed
     return PromptLoader(
-        load_prompts(prompts.path, tokenizer, prompts, seed=seed, num_rows=prompts.max_samples),
+        [prompt for prompts in number_prompts(sets) for prompt in prompts],
         batch_size=config.rollout.rollout_batch_size,
-        seed=seed,
-        shuffle=prompts.shuffle,
+        seed=config.run.seed,
+        shuffle=config.prompts.shuffle,
         rank=world.rank,
         world_size=world.size,
-    )
-
-
-def _evaluates(config: Config) -> bool:
-    """Return whether the run evaluates on held-out prompts."""
-    return bool(config.prompts.eval_path and config.run.eval_every_steps)
-
-
-def _load_eval_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """Return the held-out prompts of all ranks; none if the run does not evaluate."""
-    if not _evaluates(config):
-        return []
-    assert config.prompts.eval_path
-    return load_prompts(
-        config.prompts.eval_path,
-        tokenizer,
-        config.prompts,
-        seed=config.run.seed + 1_000_003,  # a generated task then gives other rows than for training
-        num_rows=config.prompts.max_eval_samples,
-        is_evaluation=True,
+        mixture=make_mixture(config, sets),
     )

@@ -1,9 +1,10 @@
-"""Prompts: rows of a file or of a generated task, their token ids, and the order in which steps take them."""
+"""Prompts: rows of a file or of a generated task, and their token ids."""
 
 import difflib
-import hashlib
 import logging
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import isfinite
 from numbers import Number
 from typing import Any
@@ -15,7 +16,7 @@ from hybrid_rl.batch import Prompt
 from hybrid_rl.config import ConfigError, PromptsConfig, check
 from hybrid_rl.data.chat import render_chat
 from hybrid_rl.data.files import EVALUATION_SPLITS, TRAINING_SPLITS, Message, column_of, is_chat
-from hybrid_rl.data.formats import FORMATS, format_of, standardise
+from hybrid_rl.data.formats import FORMATS, SOURCE, format_of, standardise
 from hybrid_rl.data.json_rows import Row
 from hybrid_rl.data.sources import read_source
 from hybrid_rl.data.template import Template, load_template
@@ -29,8 +30,27 @@ MISSING = ("nan", "none", "null", "na", "n/a", "<na>")
 """Texts that pandas, Python and spreadsheets write for the missing values of a column of numbers."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PromptSet:
+    """The prompts of one data set."""
+
+    source: str
+    """Setting and data set, for messages."""
+    prompts: list[Prompt]
+    format: str
+    """Format of the rows, or `task` for a generated task."""
+    num_rows: int
+    """Rows that were read; the overlong ones among them may have been dropped."""
+
+
 def load_rows(
-    path: str, config: PromptsConfig, *, seed: int, num_rows: int | None = None, is_evaluation: bool | None = None
+    path: str,
+    config: PromptsConfig,
+    *,
+    seed: int,
+    num_rows: int | None = None,
+    is_evaluation: bool | None = None,
+    data_source: str | None = None,
 ) -> list[Row]:
     """Return the rows of a data set, after checking that each has a prompt and, if `answer_column` is set, an answer.
 
@@ -39,21 +59,49 @@ def load_rows(
         seed: of the rows that a `reasoning_gym:<task>` generates; files ignore it.
         num_rows: number of rows to take from the start, or to generate; None takes all, or generates `num_generated`.
         is_evaluation: whether a DatasetDict gives its held-out rows; None does if only prompts.eval_path names it.
+        data_source: name of the data set for the column SOURCE; None keeps the column of the format, if it has one.
     Raises:
         ConfigError: the data set cannot be read, or a row lacks a column or has a value of another type.
     """
-    is_evaluation = path == config.eval_path != config.path if is_evaluation is None else is_evaluation
-    source = f"prompts.{'eval_path' if is_evaluation else 'path'} = {path}"
-    splits = EVALUATION_SPLITS if is_evaluation else TRAINING_SPLITS
+    rows, _ = _load(path, config, seed, num_rows, is_evaluation, data_source)
+    return rows
+
+
+def source_name(path: str, config: PromptsConfig, is_evaluation: bool | None = None) -> str:
+    """Return what a message calls a data set; see load_rows."""
+    return f"prompts.{'eval_path' if _is_evaluation(path, config, is_evaluation) else 'path'} = {path}"
+
+
+def _is_evaluation(path: str, config: PromptsConfig, is_evaluation: bool | None) -> bool:
+    return path == config.eval_path != config.path if is_evaluation is None else is_evaluation
+
+
+def _load(
+    path: str,
+    config: PromptsConfig,
+    seed: int,
+    num_rows: int | None,
+    is_evaluation: bool | None,
+    data_source: str | None,
+) -> tuple[list[Row], str]:
+    """Return the rows of a data set and the name of their format; see load_rows."""
+    is_evaluation = _is_evaluation(path, config, is_evaluation)
+    source = source_name(path, config, is_evaluation)
     if path.startswith(TASK_PREFIX):
         rows = _generate_rows(path.removeprefix(TASK_PREFIX), config, source, seed, num_rows or config.num_generated)
-        has_answer = False  # some tasks have no single answer; their scorer reads the entry instead
+        name, has_answer = "task", False  # some tasks have no single answer; their scorer reads the entry instead
     else:
-        split = config.eval_split if is_evaluation else config.split
+        split, splits = (config.eval_split, EVALUATION_SPLITS) if is_evaluation else (config.split, TRAINING_SPLITS)
         rows = read_source(path, source=source, text_column=config.prompt_column, split=split, splits=splits)[:num_rows]
-        rows, has_answer = _read_format(rows, config, source)
+        rows, name = _read_format(rows, config, source)
+        has_answer = config.answer_column is not None and (name == "plain" or FORMATS[name].has_answer)
     check(bool(rows), f"{source}: holds no rows")
+    _check_rows(rows, config, source, has_answer=has_answer)
+    return [row | {SOURCE: data_source} for row in rows] if data_source else rows, name
 
+
+def _check_rows(rows: Sequence[Row], config: PromptsConfig, source: str, *, has_answer: bool) -> None:
+    """Check that each row has a prompt and, if it must, an answer."""
     for number, row in enumerate(rows):
         where = f"{source}: row {number}"
         _prompt_of(row, config, where)
@@ -62,19 +110,15 @@ def load_rows(
             f"{where}: '{config.answer_column}' (prompts.answer_column) is empty",
         )
     if has_answer:
-        _check_missing_numbers([_answer_of(row, config, source) or "" for row in rows], config, source)
-    return rows
+        answers = [answers_of(_answer_of(row, config, source)) for row in rows]
+        _check_missing_numbers(answers, config, source)
 
 
-def _read_format(rows: list[Row], config: PromptsConfig, source: str) -> tuple[list[Row], bool]:
-    """Return the rows with prompt and answer in the columns of the settings, and whether each must have an answer."""
+def _read_format(rows: list[Row], config: PromptsConfig, source: str) -> tuple[list[Row], str]:
+    """Return the rows with prompt and answer in the columns of the settings, and the name of their format."""
     prompt_column, answer_column = config.prompt_column, config.answer_column
     name = format_of(rows, config.format, prompt_column=prompt_column, answer_column=answer_column)
-    if name != "plain":
-        logger.info("%s: rows in the format %s", source, name)
-    has_answer = answer_column is not None and (name == "plain" or FORMATS[name].has_answer)
-    rows = standardise(rows, name, prompt_column=prompt_column, answer_column=answer_column, source=source)
-    return rows, has_answer
+    return standardise(rows, name, prompt_column=prompt_column, answer_column=answer_column, source=source), name
 
 
 def encode_prompt(
@@ -123,6 +167,7 @@ def encode_prompt(
         token_ids=token_ids,
         undated_token_ids=None if undated is None else encode(tokenizer, undated),
         prefill=prefill,
+        messages=None if isinstance(value, str) else value,
         answer=_answer_of(row, config, where) if config.answer_column in row else None,
         metadata=metadata,
     )
@@ -136,27 +181,37 @@ def load_prompts(
     seed: int,
     num_rows: int | None = None,
     is_evaluation: bool | None = None,
-) -> list[Prompt]:
+    data_source: str | None = None,
+) -> PromptSet:
     """Return the prompts of a data set in its order; overlong prompts are an error, or dropped with a warning.
 
     `prompt_id` is the row number in the data set, also after rows are dropped.
 
     Args:
-        path, config, seed, num_rows, is_evaluation: see `load_rows`.
+        path, config, seed, num_rows, is_evaluation, data_source: see `load_rows`.
         tokenizer: the actor's.
     Raises:
         ConfigError: as `load_rows` and `encode_prompt`; a prompt is too long and `overlong_prompts` is error; no
             prompt is left.
     """
-    rows = load_rows(path, config, seed=seed, num_rows=num_rows, is_evaluation=is_evaluation)
+    rows, format_name = _load(path, config, seed, num_rows, is_evaluation, data_source)
     template = load_template(config.template_path, tokenizer)
     prompts = [
         encode_prompt(tokenizer, row, config, prompt_id=number, template=template) for number, row in enumerate(rows)
     ]
+    return PromptSet(
+        source=source_name(path, config, is_evaluation),
+        prompts=_without_overlong(prompts, config, path),
+        format=format_name,
+        num_rows=len(rows),
+    )
+
+
+def _without_overlong(prompts: list[Prompt], config: PromptsConfig, path: str) -> list[Prompt]:
+    """Return the prompts that are not longer than max_prompt_tokens."""
     kept = [p for p in prompts if len(p.token_ids) <= config.max_prompt_tokens]
     if len(kept) == len(prompts):
         return kept
-
     first = next(p for p in prompts if len(p.token_ids) > config.max_prompt_tokens)
     finding = (
         f"{path}: {len(prompts) - len(kept)} of {len(prompts)} prompts are longer than prompts.max_prompt_tokens = "
@@ -166,101 +221,6 @@ def load_prompts(
     check(bool(kept), f"{finding}: prompts.overlong_prompts = drop leaves none")
     logger.warning("%s: dropped", finding)
     return kept
-
-
-class PromptLoader:
-    """An endless sequence of batches of prompts, which can resume at any step.
-
-    The order depends on seed and epoch only and is the same on every rank: of each batch, rank r of n takes every n-th
-    prompt from the r-th on. No batch spans two epochs, so the last batch of an epoch may be smaller.
-    """
-
-    def __init__(
-        self,
-        prompts: list[Prompt],
-        *,
-        batch_size: int,
-        seed: int,
-        shuffle: bool,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        """Start at the first step of epoch 0.
-
-        Args:
-            batch_size: prompts of one step over all ranks.
-            seed: of the order of every epoch.
-            shuffle: whether the order differs from that of the data set.
-            rank, world_size: of this process.
-        Raises:
-            ConfigError: there are no prompts, or batch_size is not positive.
-        """
-        check(bool(prompts), "the prompt loader got no prompts")
-        check(batch_size > 0, f"batch_size = {batch_size}: must be greater than 0")
-        self._prompts = prompts
-        self._batch_size = batch_size
-        self._order_settings = {"seed": seed, "shuffle": shuffle}
-        self._rank, self._world_size = rank, world_size
-        self._fingerprint = _fingerprint(prompts)
-        self._start_epoch(0)
-
-    @property
-    def prompts(self) -> list[Prompt]:
-        """All prompts, over all ranks, in the order of the data set."""
-        return self._prompts
-
-    def next_batch(self) -> list[Prompt]:
-        """Return this rank's prompts of the next step; may be empty if the batch has fewer prompts than ranks."""
-        if self._position == len(self._order):
-            self._start_epoch(self._epoch + 1)
-        batch = self._order[self._position : self._position + self._batch_size]
-        self._position += len(batch)
-        return [self._prompts[index] for index in batch[self._rank :: self._world_size]]
-
-    def batch_sizes(self, num_steps: int) -> list[int]:
-        """Return the number of prompts, over all ranks, of each of the first `num_steps` steps from epoch 0 on."""
-        full, rest = divmod(len(self._prompts), self._batch_size)
-        epoch = [self._batch_size] * full + [rest] * (rest > 0)
-        return [epoch[step % len(epoch)] for step in range(num_steps)]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next step, which is the same on every rank and for any number of ranks."""
-        position = {"epoch": self._epoch, "position": self._position, "fingerprint": self._fingerprint}
-        return position | self._order_settings
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position of a `state_dict`; `batch_size` and the number of ranks may differ from then.
-
-        Raises:
-            ConfigError: the prompts, or the settings of their order, differ from those of the state.
-        """
-        check(
-            state["fingerprint"] == self._fingerprint,
-            f"the data set is not the checkpoint's: the hash of its token ids and answers is {self._fingerprint}, was "
-            f"{state['fingerprint']}; bring the old data and tokenizer back, or start anew with run.resume = never",
-        )
-        for name, value in self._order_settings.items():
-            check(
-                state[name] == value,
-                f"{name} = {value}, but the checkpoint's prompt order has {name} = {state[name]}: keep it to resume",
-            )
-        self._start_epoch(state["epoch"])
-        self._position = state["position"]
-
-    def _start_epoch(self, epoch: int) -> None:
-        self._epoch, self._position = epoch, 0
-        self._order = list(range(len(self._prompts)))
-        if self._order_settings["shuffle"]:
-            random.Random(f"{self._order_settings['seed']} {epoch}").shuffle(self._order)
-
-
-def _fingerprint(prompts: list[Prompt]) -> str:
-    """Return a hash of the token ids and answers of the prompts, in their order, which is the same on every day."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        token_ids = prompt.token_ids if prompt.undated_token_ids is None else prompt.undated_token_ids
-        digest.update(repr((token_ids, prompt.answer)).encode())
-    return digest.hexdigest()[:16]
 
 
 def _prompt_of(row: Row, config: PromptsConfig, where: str) -> str | list[Message]:
@@ -273,31 +233,49 @@ def _prompt_of(row: Row, config: PromptsConfig, where: str) -> str | list[Messag
     return value
 
 
-def _answer_of(row: Row, config: PromptsConfig, where: str) -> str | None:
+def _answer_of(row: Row, config: PromptsConfig, where: str) -> str | list[str] | None:
+    """Return the answer of a row as text; a list where the row has a list of right answers."""
     value = column_of(row, config.answer_column, field="prompts.answer_column", where=where)
+    if isinstance(value, list):
+        check(bool(value), f"{where}: '{config.answer_column}' (prompts.answer_column) is an empty list")
+        return [_answer_text(item, config, where) for item in value]
+    return None if value is None else _answer_text(value, config, where)
+
+
+def _answer_text(value: Any, config: PromptsConfig, where: str) -> str:
+    column = f"{where}: '{config.answer_column}' (prompts.answer_column)"
     check(
-        value is None or (isinstance(value, str | Number) and not isinstance(value, bool)),
-        f"{where}: '{config.answer_column}' (prompts.answer_column) must be text or a number, got {str(value)[:80]!r}",
+        isinstance(value, str | Number) and not isinstance(value, bool),
+        f"{column} must be text, a number or a list of them, got {str(value)[:80]!r}",
     )
-    if value is None:
-        return None
     text = str(value)
     check(
         bool(text.strip()) and (isinstance(value, str) or isfinite(value)),
-        f"{where}: '{config.answer_column}' (prompts.answer_column) is empty or not a finite number, got {text[:80]!r}",
+        f"{column} is empty or not a finite number, got {text[:80]!r}",
     )
     return text
 
 
-def _check_missing_numbers(answers: list[str], config: PromptsConfig, source: str) -> None:
-    """Raise ConfigError if a word of MISSING is among answers that are numbers; among other texts it is an answer."""
-    missing = [number for number, text in enumerate(answers) if text.strip().casefold() in MISSING]
-    others = [text for text in answers if text.strip().casefold() not in MISSING]
+def answers_of(answer: str | list[str] | None) -> list[str]:
+    """Return the right answers of a prompt; none if it has none."""
+    return answer if isinstance(answer, list) else [] if answer is None else [answer]
+
+
+def _check_missing_numbers(answers: Sequence[list[str]], config: PromptsConfig, source: str) -> None:
+    """Raise ConfigError if a word of MISSING is among answers that are numbers; among other texts it is an answer.
+
+    Args:
+        answers: the right answers of each row.
+    """
+    texts = [(number, text) for number, found in enumerate(answers) for text in found]
+    missing = [(number, text) for number, text in texts if text.strip().casefold() in MISSING]
+    others = [text for _, text in texts if text.strip().casefold() not in MISSING]
     if not missing or not all(map(_is_number, others)):
         return
+    number, text = missing[0]
     raise ConfigError(
-        f"{source}: row {missing[0]}: '{config.answer_column}' (prompts.answer_column) is {answers[missing[0]]!r}, and "
-        "the other answers are numbers, so that it stands for a missing one: give the number, or remove the row"
+        f"{source}: row {number}: '{config.answer_column}' (prompts.answer_column) is {text!r}, and the other answers "
+        "are numbers, so that it stands for a missing one: give the number, or remove the row"
     )
 
 

@@ -1,10 +1,11 @@
 """Texts of the language-model (ptx) loss, as token ids."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rl.config import ConfigError, PtxConfig, check
+from hybrid_rl.config import ConfigError, DataSource, PtxConfig, check
 from hybrid_rl.data.chat import Clock, chat_template_of, on_fixed_day
 from hybrid_rl.data.files import Message, column_of, is_chat
 from hybrid_rl.data.sources import read_source
@@ -21,31 +22,49 @@ class Text:
     """Token ids of the same text on a fixed day; None if its chat template does not ask for the date."""
 
 
-def read_texts(config: PtxConfig) -> list[str | list[Message]]:
-    """Return the value of `ptx.column` of every row of `ptx.path`.
+@dataclass(frozen=True, kw_only=True)
+class TextSet:
+    """The texts of one data set."""
+
+    source: str
+    """Setting and data set, for messages."""
+    texts: list[Text]
+    weight: float | None
+
+    @property
+    def line(self) -> str:
+        """What a run shows of the data set when it starts."""
+        return f"{self.source}: {len(self.texts)} texts" + (f", weight {self.weight:g}" if self.weight else "")
+
+
+def read_texts(config: PtxConfig) -> list[list[str | list[Message]]]:
+    """Return for each data set of `ptx.path` the value of its column in every row.
 
     Raises:
-        ConfigError: the file cannot be read, or a row lacks the column or has a value of another type.
+        ConfigError: a file cannot be read, or a row lacks the column or has a value of another type.
     """
-    assert config.path is not None
-    source = _source(config)
-    rows = read_source(config.path, source=source, text_column=config.column)
-    check(bool(rows), f"{source}: holds no rows")
+    return [_read_source(config, source) for source in config.sources]
+
+
+def _read_source(config: PtxConfig, source: DataSource) -> list[str | list[Message]]:
+    name, column = _name(source), source.column or config.column
+    rows = read_source(source.path, source=name, text_column=column, split=source.split)[: source.max_samples]
+    check(bool(rows), f"{name}: holds no rows")
     values = []
     for number, row in enumerate(rows):
-        where = f"{source}: row {number}"
-        value = column_of(row, config.column, field="ptx.column", where=where)
+        where = f"{name}: row {number}"
+        value = column_of(row, column, field="ptx.column", where=where)
         check(
             isinstance(value, str) or is_chat(value),
-            f"{where}: '{config.column}' (ptx.column) must be text, or a list of messages with text in `role` and "
+            f"{where}: '{column}' (ptx.column) must be text, or a list of messages with text in `role` and "
             f"`content`; got {str(value)[:80]!r}",
         )
         values.append(value)
     return values
 
 
-def load_texts(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> list[Text]:
-    """Return the token ids of every row of `ptx.path`, each with one EOS at its end, truncated to `max_tokens`.
+def load_text_sets(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> list[TextSet]:
+    """Return the texts of `ptx.path`, by data set: each with one EOS at its end, truncated to `max_tokens`.
 
     Chat messages are rendered by the tokenizer's chat template. A BOS that both the template and the tokenizer add
     occurs once.
@@ -53,11 +72,20 @@ def load_texts(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> list[Te
     Raises:
         ConfigError: as read_texts; the tokenizer has no EOS; or a row has fewer than two tokens.
     """
-    values, source = read_texts(config), _source(config)
-    check(tokenizer.eos_token_id is not None, f"{source}: the tokenizer {tokenizer.name_or_path!r} has no EOS token")
+    return [
+        TextSet(source=_name(source), texts=_load_texts(config, tokenizer, source, values), weight=source.weight)
+        for source, values in zip(config.sources, read_texts(config), strict=True)
+    ]
+
+
+def _load_texts(
+    config: PtxConfig, tokenizer: PreTrainedTokenizerBase, source: DataSource, values: Sequence[str | list[Message]]
+) -> list[Text]:
+    name = _name(source)
+    check(tokenizer.eos_token_id is not None, f"{name}: the tokenizer {tokenizer.name_or_path!r} has no EOS token")
     texts = []
     for number, value in enumerate(values):
-        where = f"{source}: row {number}"
+        where = f"{name}: row {number}"
         text, undated = _render(tokenizer, value, where)
         token_ids = _encode(tokenizer, text, config)
         check(
@@ -69,8 +97,8 @@ def load_texts(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> list[Te
     return texts
 
 
-def _source(config: PtxConfig) -> str:
-    return f"ptx.path = {config.path}"
+def _name(source: DataSource) -> str:
+    return f"ptx.path = {source.path}"
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, value: str | list[Message], where: str) -> tuple[str, str | None]:

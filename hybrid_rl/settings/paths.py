@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybrid_rl.config import Config
+from hybrid_rl.config_data import paths_in, with_paths
 from hybrid_rl.settings.types import get_setting, show, with_settings
 
 PATHS = (
@@ -18,6 +19,8 @@ PATHS = (
     "prompts.eval_path",
     "prompts.template_path",
     "reward.functions",
+    "reward.by_source",
+    "reward.gates",
     "ptx.path",
 )
 """Settings that hold a path, a list of paths, or what may be a path, such as `~/rewards.py:function`."""
@@ -47,9 +50,8 @@ def broken_paths(config: Config) -> Iterator[tuple[str, str]]:
     elif num_bytes > MAX_NAME_BYTES:
         yield "run.name", f"run.name has {num_bytes} bytes: must have at most {MAX_NAME_BYTES}"
     for field in PATHS:
-        value = get_setting(config, field)
-        for path in value if isinstance(value, list) else [value]:
-            if path is not None and path.startswith("~"):
+        for path in paths_in(get_setting(config, field)):
+            if path.startswith("~"):
                 yield (
                     field,
                     f"{field} = {show(path)}: no such home folder; write the whole path, or ./{path} for that name",
@@ -57,6 +59,4 @@ def broken_paths(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _expanded(value: Any) -> Any:
-    if isinstance(value, list):
-        return [os.path.expanduser(path) for path in value]
-    return value if value is None else os.path.expanduser(value)
+    return with_paths(value, os.path.expanduser)

@@ -18,6 +18,7 @@ NAMES: dict[Any, str] = {
     float: "a number",
     bool: "true or false",
     dict: "a mapping from names to values",
+    list: "a list",
     type(None): "null",
 }
 """Type -> what a message calls it."""
@@ -74,9 +75,15 @@ def is_optional(annotation: Any) -> bool:
     return get_origin(annotation) in (Union, types.UnionType) and type(None) in get_args(annotation)
 
 
+def alternatives(annotation: Any) -> tuple[Any, ...]:
+    """Return the types of which the values that are not null have one: several for a union, else the type itself."""
+    is_union = get_origin(annotation) in (Union, types.UnionType)
+    return tuple(a for a in get_args(annotation) if a is not type(None)) if is_union else (annotation,)
+
+
 def without_null(annotation: Any) -> Any:
     """Return the type of the values that are not null."""
-    return next(a for a in get_args(annotation) if a is not type(None)) if is_optional(annotation) else annotation
+    return Union[alternatives(annotation)]  # noqa: UP007  # of types that are known at run time only
 
 
 def takes_tuple(name: str) -> bool:
@@ -91,7 +98,9 @@ def has_type(value: Any, annotation: Any) -> bool:
     """
     if is_optional(annotation) and value is None:
         return True
-    annotation = without_null(annotation)
+    if len(kinds := alternatives(annotation)) > 1:
+        return any(has_type(value, kind) for kind in kinds)
+    (annotation,) = kinds
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return any(type(value) is type(choice) and value == choice for choice in arguments)
@@ -104,6 +113,8 @@ def has_type(value: Any, annotation: Any) -> bool:
         return type(value) in (int, float)
     if annotation is dict:
         return type(value) is dict and all(type(key) is str and is_plain(item) for key, item in value.items())
+    if annotation is list:
+        return type(value) is list and is_plain(value)
     return type(value) is annotation
 
 
@@ -147,6 +158,8 @@ def describe(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if is_optional(annotation):
         return f"null or {describe(without_null(annotation))}"
+    if len(kinds := alternatives(annotation)) > 1:
+        return " or ".join(map(describe, kinds))
     if origin is Literal:
         return f"one of {', '.join(map(str, arguments))}"
     if origin is list:

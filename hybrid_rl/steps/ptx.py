@@ -3,7 +3,7 @@
 import hashlib
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -14,12 +14,31 @@ from hybrid_rl.engines import TrainEngine
 from hybrid_rl.models.packed import packed_inputs
 
 
+class Order(Protocol):
+    """An endless sequence of texts, which can resume; see hybrid_rl.data.mixing."""
+
+    settings: dict[str, Any]
+    """What the sequence depends on, besides the texts."""
+
+    def draw(self, num_draws: int) -> list[int]:
+        """Return the numbers of the next texts."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as JSON values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at the position of a state with the same settings."""
+        ...
+
+
 class PtxLoss:
     """The loss -coef * mean log-prob of all tokens except the first, over batches of an endless stream of texts.
 
-    The order of the stream depends on the seed alone: every epoch has a new order, and a batch may span two epochs.
-    Rank r of n takes every n-th text of a batch, starting with the r-th. The caller weights the policy loss by
-    1 - coef.
+    The order of the stream depends on the seed alone: every epoch has a new order, and a batch may span two epochs. A
+    mixture of data sets follows their weights instead, and each of them has epochs of its own. Rank r of n takes every
+    n-th text of a batch, starting with the r-th. The caller weights the policy loss by 1 - coef.
 
     Source: Ouyang et al. 2022 (InstructGPT, arXiv 2203.02155), the last term of equation 2.
     """
@@ -32,6 +51,7 @@ class PtxLoss:
         *,
         seed: int,
         undated_texts: list[list[int]] | None = None,
+        mixture: Order | None = None,
     ) -> None:
         """Start at the first text.
 
@@ -41,13 +61,16 @@ class PtxLoss:
             seed: of the order of the texts.
             undated_texts: token ids of the same texts on a fixed day, which identify the stream on every day; None if
                 no text depends on the day.
+            mixture: order of the texts of several data sets with weights; None takes epochs over all texts.
         """
         self._texts = texts
         self._config = config
         self._world = world
         self._seed = seed
         self._position = 0
-        self._fingerprint = hashlib.sha256(repr((seed, undated_texts or texts)).encode()).hexdigest()[:16]
+        self._mixture = mixture
+        content = (seed, undated_texts or texts) if mixture is None else (mixture.settings, undated_texts or texts)
+        self._fingerprint = hashlib.sha256(repr(content).encode()).hexdigest()[:16]
         self._epoch, self._order = -1, list[int]()
 
     def next_batch(self) -> "PtxBatch":
@@ -64,7 +87,8 @@ class PtxLoss:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the stream as JSON values, the same on every rank."""
-        return {"position": self._position, "fingerprint": self._fingerprint}
+        mixture = {} if self._mixture is None else {"mixture": self._mixture.state_dict()}
+        return {"position": self._position, "fingerprint": self._fingerprint, **mixture}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state; batch size and number of ranks may differ.
@@ -75,13 +99,17 @@ class PtxLoss:
         check(
             state["fingerprint"] == self._fingerprint,
             f"ptx.path = {self._config.path}: with run.seed = {self._seed} the hash of its texts is "
-            f"{self._fingerprint}, and {state['fingerprint']} in the checkpoint; restore data, tokenizer and seed of "
-            "the checkpoint, or start a new run with run.resume = never",
+            f"{self._fingerprint}, and {state['fingerprint']} in the checkpoint; restore data, weights, tokenizer and "
+            "seed of the checkpoint, or start a new run with run.resume = never",
         )
         self._position = state["position"]
+        if self._mixture is not None:
+            self._mixture.load_state_dict(state["mixture"])
 
     def _text(self, number: int) -> list[int]:
-        """Return the text at a position of the stream."""
+        """Return the text at a position of the stream; positions are asked for in their order."""
+        if self._mixture is not None:
+            return self._texts[self._mixture.draw(1)[0]]
         epoch, place = divmod(number, len(self._texts))
         if epoch != self._epoch:
             self._epoch, self._order = epoch, list(range(len(self._texts)))

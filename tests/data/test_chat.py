@@ -8,8 +8,9 @@ import torch
 from transformers.utils import chat_template_utils
 
 from hybrid_rl.config import ConfigError, PromptsConfig, PtxConfig
-from hybrid_rl.data.prompts import PromptLoader, encode_prompt
-from hybrid_rl.data.texts import load_texts
+from hybrid_rl.data.order import PromptLoader
+from hybrid_rl.data.prompts import encode_prompt
+from hybrid_rl.data.texts import load_text_sets
 from hybrid_rl.distributed import World
 from hybrid_rl.rewards.rules import FUNCTIONS
 from hybrid_rl.steps.ptx import PtxLoss
@@ -163,7 +164,7 @@ def test_ptx_texts_with_the_date_are_the_same_stream_on_another_day(monkeypatch,
         tokenizer = make_tokenizer()
         tokenizer.chat_template = "{{ strftime_now('%Y') }}=" + "{% for m in messages %}{{ m.content }}{% endfor %}"
         config = PtxConfig(path=str(tmp_path / "texts.jsonl"))
-        texts = load_texts(config, tokenizer)
+        texts = load_text_sets(config, tokenizer)[0].texts
         ids, undated = [text.token_ids for text in texts], [text.undated_token_ids for text in texts]
         return tokenizer.decode(ids[0]), PtxLoss(ids, config, ALONE, seed=0, undated_texts=undated)
 

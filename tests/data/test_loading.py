@@ -78,7 +78,7 @@ def test_the_chat_template_of_a_conversation_template_is_the_tokenizers(
     config = make_config(prompts={"template_path": str(template), "chat": True})
     data = load_data(replace(config, ptx=PtxConfig(path=str(texts))), ALONE)
     ids = data.tokenizer("1+2=")["input_ids"]
-    assert [text.token_ids for text in data.ptx_texts] == [[*ids, data.tokenizer.eos_token_id]]
+    assert [text.token_ids for text in data.text_sets[0].texts] == [[*ids, data.tokenizer.eos_token_id]]
     assert data.loader.next_batch()[0].text == "0+0=="
 
 
@@ -144,7 +144,7 @@ def test_wrong_functions_and_services_are_all_reported_before_a_model_loads(make
 
 def test_what_the_settings_leave_out_is_none(make_config: MakeConfig, tiny: Path) -> None:
     data = load_data(make_config(reward={"functions": []}, models={"reward": str(tiny / "reward")}), ALONE)
-    assert data.scorer is None and data.reward_tokenizer is None and data.ptx_texts == []
+    assert data.scorer is None and data.reward_tokenizer is None and data.text_sets == []
 
 
 def copy_with_token(model: Path, folder: Path) -> int:
@@ -253,6 +253,7 @@ def test_ids_of_ptx_texts_above_the_actors_vocabulary_are_refused(
             make_config(models={"actor": str(actor)}, ptx={"path": str(tmp_path / "texts.jsonl"), "coef": 0.1}), ALONE
         )
     size = json.loads((actor / "config.json").read_text())["vocab_size"]
-    assert f"ptx.path: row 1: id {new} is not in the vocabulary of models.actor = {actor}, which has {size} ids" in (
-        error.value.messages
+    (message,) = error.value.messages
+    assert (
+        f"texts.jsonl: row 1: id {new} is not in the vocabulary of models.actor = {actor}, which has {size}" in message
     )

@@ -5,6 +5,7 @@ import decimal
 import json
 import math
 import sys
+from dataclasses import replace
 from itertools import chain
 
 import pandas
@@ -16,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from hybrid_rl.batch import Prompt, Rollout
 from hybrid_rl.config import ConfigError, PromptsConfig
-from hybrid_rl.data.prompts import PromptLoader, encode_prompt, load_prompts, load_rows
+from hybrid_rl.data.order import PromptLoader
+from hybrid_rl.data.prompts import encode_prompt, load_prompts, load_rows
 from hybrid_rl.rewards.pool import ScorerPool
 
 ROWS = [{"prompt": f"say {n}", "answer": str(n), "level": n % 3} for n in range(5)]
@@ -96,7 +98,10 @@ def test_task_without_a_single_answer_is_accepted():
         ),
         ('{"prompt": "a", "answer": "b"}\n{"prompt": "a"}', {}, "row 1 has no column 'answer'"),
         ('{"prompt": "a", "answer": null}', {}, r"row 0: 'answer' \(prompts.answer_column\) is empty"),
-        ('{"prompt": "a", "answer": ["b"]}', {}, "must be text or a number"),
+        ('{"prompt": "a", "answer": {"b": 1}}', {}, "must be text, a number or a list of them"),
+        ('{"prompt": "a", "answer": [["b"]]}', {}, "must be text, a number or a list of them"),
+        ('{"prompt": "a", "answer": ["b", " "]}', {}, "is empty or not a finite number"),
+        ('{"prompt": "a", "answer": []}', {}, "is an empty list"),
         ('{"prompt": 3, "answer": "b"}', {}, r"row 0: 'prompt' \(prompts.prompt_column\) must be text, or a list of"),
         ('{"prompt": [], "answer": "b"}', {}, "must be text, or a list of"),
         ('{"prompt": [{"role": "user"}], "answer": "b"}', {}, "text in `role` and `content`"),
@@ -209,7 +214,7 @@ def test_a_scorer_sees_the_other_columns_of_a_row_unchanged(tmp_path):
     table = {"prompt": pyarrow.array(["say 7"]), **columns()}
     pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "data.parquet")
     settings = PromptsConfig(answer_column=None)
-    (prompt,) = load_prompts(str(tmp_path / "data.parquet"), make_tokenizer(), settings, seed=0)
+    (prompt,) = load_prompts(str(tmp_path / "data.parquet"), make_tokenizer(), settings, seed=0).prompts
     assert list(prompt.metadata) == list(columns())
     seen = tmp_path / "seen"
     (tmp_path / "rewards.py").write_text(
@@ -232,7 +237,7 @@ def test_chat_ends_where_the_response_begins():
     tokenizer = make_tokenizer(adds_bos=False, template=TEMPLATE)
     wrapped = encode_prompt(tokenizer, {"prompt": "say 7"}, PromptsConfig(chat=True))
     messages = encode_prompt(tokenizer, {"prompt": CHAT}, PromptsConfig())
-    assert wrapped == messages and wrapped.text == "[user] say 7 [assistant]"
+    assert replace(wrapped, messages=CHAT) == messages and wrapped.text == "[user] say 7 [assistant]"
     assert messages.token_ids == tokenizer(wrapped.text)["input_ids"]
     with_system = encode_prompt(tokenizer, {"prompt": CHAT}, PromptsConfig(system_message="be brief"))
     assert with_system.text == "[system] be brief [user] say 7 [assistant]"
@@ -268,7 +273,7 @@ def test_overlong_prompts_are_an_error_or_dropped_and_counted(tmp_path, caplog):
     with pytest.raises(ConfigError, match=f"{finding}: raise the limit or set prompts.overlong_prompts = drop"):
         load_prompts(path, tokenizer, PromptsConfig(**settings), seed=0)
 
-    kept = load_prompts(path, tokenizer, PromptsConfig(**settings, overlong_prompts="drop"), seed=0)
+    kept = load_prompts(path, tokenizer, PromptsConfig(**settings, overlong_prompts="drop"), seed=0).prompts
     assert [p.prompt_id for p in kept] == [0, 1] and finding in caplog.text
     with pytest.raises(ConfigError, match="leaves none"):
         path = write_jsonl(tmp_path / "long.jsonl", [{"prompt": p} for p in prompts[2:]])

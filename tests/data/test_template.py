@@ -139,7 +139,7 @@ def test_chat_template_and_system_message_render_the_prompt(write):
 def test_prompts_of_a_data_set_follow_the_template_and_carry_its_tags(write, tmp_path):
     (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": CHAT, "answer": "7", "level": 1}) + "\n")
     config = PromptsConfig(template_path=write({"chat_template": OTHER, "response_format_tags": TAGS}))
-    (prompt,) = load_prompts(str(tmp_path / "data.jsonl"), TOKENIZER, config, seed=0)
+    (prompt,) = load_prompts(str(tmp_path / "data.jsonl"), TOKENIZER, config, seed=0).prompts
     assert prompt.text == "user say 7 [assistant]"
     assert prompt.metadata == {"level": 1, "response_format_tags": TAGS}
     assert FUNCTIONS["think_format"](prompt, "so ] (7)") == 1

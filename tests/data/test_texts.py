@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hybrid_rl.config import ConfigError, PtxConfig
-from hybrid_rl.data.texts import load_texts
+from hybrid_rl.data.texts import load_text_sets
 
 WORDS = ["<eos>", "<bos>", "\n", *"abcdefgh"]
 
@@ -33,7 +33,7 @@ def write(folder: Path, *values: Any, column: str = "text") -> PtxConfig:
 
 
 def ids_of(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    return [text.token_ids for text in load_texts(config, tokenizer)]
+    return [text.token_ids for text in load_text_sets(config, tokenizer)[0].texts]
 
 
 CHAT = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
@@ -85,14 +85,14 @@ def test_a_csv_field_may_hold_a_chat_as_json(tmp_path):
 def test_rows_that_cannot_be_read_are_named(tmp_path, values, changes, message):
     config = write(tmp_path, *values)
     with pytest.raises(ConfigError, match=message):
-        load_texts(PtxConfig(**{"path": config.path, **changes}), make_tokenizer())
+        load_text_sets(PtxConfig(**{"path": config.path, **changes}), make_tokenizer())
 
 
 def test_a_template_that_raises_and_a_tokenizer_without_eos_are_refused(tmp_path):
     refusing = make_tokenizer(template="{{ raise_exception('no assistant here') }}")
     with pytest.raises(ConfigError, match="row 0: the tokenizer's chat template refuses its messages: no assistant"):
-        load_texts(write(tmp_path, CHAT), refusing)
+        load_text_sets(write(tmp_path, CHAT), refusing)
     endless = make_tokenizer()
     endless.eos_token = None
     with pytest.raises(ConfigError, match="has no EOS token"):
-        load_texts(write(tmp_path, "abc"), endless)
+        load_text_sets(write(tmp_path, "abc"), endless)

@@ -13,8 +13,9 @@ import pyarrow
 import pyarrow.parquet
 
 from hybrid_rl.config import ConfigError, PromptsConfig, PtxConfig
-from hybrid_rl.data.prompts import PromptLoader, load_prompts, load_rows
-from hybrid_rl.data.texts import load_texts
+from hybrid_rl.data.order import PromptLoader
+from hybrid_rl.data.prompts import load_prompts, load_rows
+from hybrid_rl.data.texts import load_text_sets
 from tests.fuzz.cases import Refusal, check_refused, outcome
 from tests.fuzz.tokenizers import random_messages, random_text, random_tokenizer
 
@@ -181,7 +182,7 @@ def check_data_set(rng: random.Random, folder: Path) -> None:
         has_bos = drawn.adds_bos and ids[:1] != [drawn.tokenizer.bos_token_id]
         lengths.append(len(ids) + has_bos)
     fitting = [number for number, length in enumerate(lengths) if length <= limit]
-    found = outcome(lambda: load_prompts(str(path), drawn.tokenizer, config, seed=0), "rows.jsonl", "row ")
+    found = outcome(lambda: load_prompts(str(path), drawn.tokenizer, config, seed=0).prompts, "rows.jsonl", "row ")
     if min(lengths) == 0:
         check_refused(found, f"a prompt without tokens: {rows}")
     elif len(fitting) < len(rows) and (handling == "error" or not fitting):
@@ -238,7 +239,8 @@ def check_texts(rng: random.Random, folder: Path) -> None:
         ids = drawn.ids(text)
         ids = [bos, *ids] if drawn.adds_bos and ids[:1] != [bos] else ids
         expected.append([*ids, eos][:limit])
-    found = outcome(lambda: load_texts(PtxConfig(path=str(path), max_tokens=limit), drawn.tokenizer), "rows.jsonl")
+    config = PtxConfig(path=str(path), max_tokens=limit)
+    found = outcome(lambda: load_text_sets(config, drawn.tokenizer)[0].texts, "rows.jsonl")
     if min(map(len, expected)) < 2:
         check_refused(found, f"a text of fewer than two tokens: {texts}")
         return

@@ -3,30 +3,47 @@
 import pytest
 
 from hybrid_rl.config import ConfigError
-from hybrid_rl.settings.paths import PATHS
+from hybrid_rl.settings.paths import PATHS, expand_home
 from hybrid_rl.settings.types import get_setting, setting_types, without_null
 from hybrid_rl.validate import validate
 from tests.conftest import VALID_CONFIG, change
 
 NAMES_WITH_PATH = ("actor", "critic", "reference", "reward", "dir", "path", "functions", "eval_function")
+WITH_FUNCTIONS = {"reward.by_source", "reward.gates"}
+"""Settings besides that hold names of rule functions."""
+
+
+def holding(name, path):
+    """Return a value of a setting that holds a path."""
+    kind = without_null(setting_types()[name])
+    return [path] if kind == list[str] else {"a": path, "b": ["math"]} if kind is dict else path
 
 
 def test_every_setting_with_a_path_is_known():
     named = {
         name
         for name, kind in setting_types().items()
-        if without_null(kind) in (str, list[str])
+        if without_null(kind) in (str, list[str], str | list, str | dict)
         and (name.rpartition(".")[2] in NAMES_WITH_PATH or name.endswith("_path"))
     }
-    assert named == set(PATHS)
+    assert named == set(PATHS) - WITH_FUNCTIONS
 
 
 @pytest.mark.parametrize("name", PATHS)
 def test_home_folder_is_written_out(name, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    is_list = name == "reward.functions"
-    config = validate(change(VALID_CONFIG, {name: ["math", "~/x.py:f"] if is_list else "~/x"}))
-    assert get_setting(config, name) == (["math", "/home/me/x.py:f"] if is_list else "/home/me/x")
+    config = expand_home(change(VALID_CONFIG, {name: holding(name, "~/x.py:f")}))
+    assert get_setting(config, name) == holding(name, "/home/me/x.py:f")
+
+
+def test_home_folder_is_written_out_in_every_data_set(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    sets = ["~/a", {"path": "~/b", "split": "~"}]
+    changes = {"prompts.path": sets, "prompts.eval_path": dict(zip("xy", sets, strict=True)), "ptx.path": "~/c"}
+    config = expand_home(change(VALID_CONFIG, changes))
+    expanded = ["/home/me/a", {"path": "/home/me/b", "split": "~"}]
+    assert config.prompts.path == expanded and config.ptx.path == "/home/me/c"
+    assert config.prompts.eval_path == dict(zip("xy", expanded, strict=True))
 
 
 def test_run_folder_lies_in_the_home_folder(monkeypatch):
@@ -43,9 +60,9 @@ def test_tilde_within_a_path_or_a_name_stays():
 
 @pytest.mark.parametrize("name", PATHS)
 def test_home_folder_of_an_unknown_user_is_refused(name):
-    value = "~no_such_user/x"
     with pytest.raises(ConfigError) as error:
-        validate(change(VALID_CONFIG, {name: [value] if name == "reward.functions" else value}))
-    assert error.value.messages == (
-        f"{name} = ~no_such_user/x: no such home folder; write the whole path, or ./~no_such_user/x for that name",
+        validate(change(VALID_CONFIG, {name: holding(name, "~no_such_user/x")}))
+    assert (
+        f"{name} = ~no_such_user/x: no such home folder; write the whole path, or ./~no_such_user/x for that name"
+        in error.value.messages
     )

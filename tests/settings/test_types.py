@@ -19,6 +19,8 @@ WRONG: dict[Any, list[Any]] = {
     float: [True, "1.5", [1.5], Decimal("1.5"), np.float64(1.5)],
     bool: [0, 1, "true", "no"],
     dict: ["x", [1], {1: 2}, {"a": {1, 2}}, {"a": (1, 2)}, {"a": Path("x")}],
+    str | list: [3, True, ("x",), {"x": 1}, [Path("x")], Path("x")],
+    str | dict: [3, True, ["x"], {1: "x"}, {"x": Path("x")}, b"x"],
     list[str]: ["x", ("x",), [3], ["x", None], {"x": 1}],
     list[int]: [3, (3,), ["3"], [True], [3.0]],
     list[float]: [1.5, (1.5,), ["1.5"], [None]],
