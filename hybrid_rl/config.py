@@ -144,10 +144,13 @@ class RewardConfig:
     """The reward of a response: the sum of reward model, rule functions and remote services, less penalties."""
 
     functions: list[str] = field(default_factory=list)
-    """Rule functions: exact_match, last_number, math, gsm8k, think_format, reasoning_gym (the task's own) or
-    `path.py:function`."""
+    """Rule functions: exact_match, last_number, math, gsm8k, think_format, reasoning_gym (the task's own), by_source
+    (chosen by each row's data set) or `path.py:function`."""
     weights: list[float] | None = None
     """Factor of each rule function; null is 1 for each."""
+    by_source: dict = field(default_factory=dict)
+    """Data set -> rule function, or list of them, that `by_source` in `functions` stands for in the rows whose column
+    `data_source` names it, in addition to known data sets such as openai/gsm8k; see the page on data."""
     model_weight: float = 1.0
     """Factor of the reward model's score."""
     remote_urls: list[str] = field(default_factory=list)

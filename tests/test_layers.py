@@ -17,13 +17,14 @@ ROOMS: dict[str, set[str]] = {
     **{name: set() for name in BASE},
     "atomic": {"errors"},
     "algorithms.specs": set(),  # a room of its own without torch, which processes that import config do not load
-    "config": {"algorithms.specs", "config_operation", "config_training", "printable"},
+    "config": {"algorithms.specs", "config_data", "config_operation", "config_training", "printable"},
+    "config_data": set(),
     "config_operation": set(),
-    "config_training": {"algorithms.specs"},
+    "config_training": {"algorithms.specs", "config_data"},
     "exchange": {"config", "errors", "serialization"},
     "distributed": {"config", "errors", "exchange", "printable"},
     "algorithms": {"batch", "algorithms.specs"},
-    "settings": {"config", "printable", "algorithms.specs"},
+    "settings": {"config", "config_data", "printable", "algorithms.specs"},
     "validate": {"config", "algorithms.specs", "settings"},
     "monitoring": {*BASE, "settings"},
     "memory": {"config", "errors", "distributed", "machine", "monitoring"},
@@ -46,7 +47,7 @@ ROOMS: dict[str, set[str]] = {
     "engines": {"config", "errors", "batch", "distributed", "checkpoints", "machine", "memory", "models", "weights"},
     "planning": {"config", "errors", "distributed", "validate", "memory", "models", "weights"},
     "steps": {*BASE, "algorithms", "algorithms.specs", "checkpoints", "memory", "models", "weights", "engines"},
-    "demo": {"config", "atomic", "scratch"},
+    "demo": {"config", "config_data", "atomic", "scratch"},
     "scratch": set(),
 }
 """Room (or module of the spine) -> the rooms that it may import besides itself."""

@@ -196,6 +196,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "rewards have another meaning",
             "reward.functions",
             "reward.weights",
+            "reward.by_source",
             "reward.model_weight",
             "reward.remote_weight",
             "reward.truncation_penalty",
