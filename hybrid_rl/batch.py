@@ -25,6 +25,8 @@ class Prompt:
     """Token ids of the same prompt on a fixed day; None if its chat template does not ask for the date."""
     prefill: str = ""
     """End of `text` that the chat template writes in the model's name, such as `<think>` and a line break."""
+    messages: list[dict[str, Any]] | None = None
+    """Chat messages of the row, which functions in TRL's signature get; None for a text prompt."""
     answer: str | list[str] | None = None
     """The right answer; a list of all right ones where the data set has a list."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -36,21 +38,70 @@ class Prompt:
         return self.text.removesuffix(self.prefill)
 
 
+SAMPLED_ROLE = "assistant"
+"""Role of the turns that the engine sampled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """Consecutive tokens of a response that the engine sampled, or that an environment added as an observation."""
+
+    role: str
+    """SAMPLED_ROLE for sampled tokens; every other role, such as `user` or `tool`, is an observation."""
+    num_tokens: int
+    text: str = ""
+    reward: float = 0.0
+    """Reward that the environment gave for a sampled turn, paid at the last token of the turn."""
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the tokens were sampled; observations are attended to and take no part in any loss."""
+        return self.role == SAMPLED_ROLE
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """A sampled response to a prompt."""
+    """A response to a prompt: sampled tokens, and in a conversation also the observations between them."""
 
     prompt: Prompt
     sequence_id: int
     """Number of the response within the step; it does not depend on the number of ranks."""
     response_ids: list[int]
-    """Sampled tokens, including the final EOS. May be empty."""
+    """Tokens after the prompt, in the order in which the model reads them, including every EOS. May be empty."""
     rollout_logprobs: list[float]
-    """The engine's log-probability of each response token, at the sampling temperature."""
+    """The engine's log-probability of each sampled token, at the sampling temperature; empty if it gives none."""
     is_truncated: bool
     """Whether the token limit ended the response, and not an EOS or a stop string."""
     text: str
     """Response as it is judged: the prompt's prefill and the sampled tokens except the stop token that ended it."""
+    turns: list[Turn] = field(default_factory=list)
+    """Turns of a conversation, which divide `response_ids` from its start to its end; without turns, all tokens are
+    one sampled turn."""
+
+    def __post_init__(self) -> None:
+        num_tokens = sum(turn.num_tokens for turn in self.turns)
+        if self.turns and num_tokens != len(self.response_ids):
+            raise ValueError(
+                f"the turns of sequence_id {self.sequence_id} have {num_tokens} tokens, its response "
+                f"{len(self.response_ids)}: they must be equal"
+            )
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of sampled tokens."""
+        return sum(t.num_tokens for t in self.turns if t.is_sampled) if self.turns else len(self.response_ids)
+
+    @property
+    def turn_rewards(self) -> list[tuple[int, float]]:
+        """Position in `response_ids` and amount of each reward of a turn: the last sampled token when it was given."""
+        paid, position, end = list[tuple[int, float]](), -1, 0
+        for turn in self.turns:
+            end += turn.num_tokens
+            if turn.is_sampled and turn.num_tokens:
+                position = end - 1
+            if turn.reward and position >= 0:
+                paid.append((position, turn.reward))
+        return paid
 
     @property
     def full_text(self) -> str:
@@ -60,17 +111,19 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBatch:
-    """This rank's sequences of one step. Per-token tensors are padded on the right and 0 outside `response_mask`.
+    """This rank's sequences of one step.
 
-    Optional fields are None until the stage that computes them.
+    Column t of a per-token tensor belongs to token t after the prompt. Per-token tensors are padded on the right, and
+    read only at the sampled tokens, which `response_mask` marks. Optional fields are None until the stage that computes
+    them.
     """
 
     sequences: list[Tensor]
-    """B tensors [prompt + response] int64, on the CPU."""
+    """B tensors [prompt + response] int64, on the CPU; in a conversation the response contains observations."""
     prompt_lengths: Tensor
     """[B] int64."""
     response_mask: Tensor
-    """[B, T] bool; true for the response tokens, which are at the left of each row."""
+    """[B, T] bool; true for the sampled tokens, between which observations may lie."""
     group_ids: Tensor
     """[B] int64; the prompt's id, equal for the sequences of one group."""
     sequence_ids: Tensor
@@ -79,8 +132,14 @@ class TrainBatch:
     """[B] bool."""
     rollout_logprobs: Tensor
     """[B, T] float32."""
+    turn_ids: Tensor | None = None
+    """[B, T] int64; number of the sampled token's turn among the sampled turns of its response, from 0. None if no
+    response has more than one turn."""
     rewards: Tensor | None = None
-    """[B] float32; the score after penalties, normalisation and clip."""
+    """[B] float32; the score after penalties, normalisation and clip: all that a response is paid."""
+    token_rewards: Tensor | None = None
+    """[B, T] float32; the part of `rewards` that is paid at each sampled token. The rest is paid at the last sampled
+    token; None pays everything there."""
     baselines: Tensor | None = None
     """[B] float32; the reward of the prompt's greedy response, for ReMax."""
     old_logprobs: Tensor | None = None
@@ -103,7 +162,7 @@ class TrainBatch:
 
     @property
     def response_lengths(self) -> Tensor:
-        """[B] int64."""
+        """Number of sampled tokens of each response, [B] int64."""
         return self.response_mask.sum(dim=1)
 
     @property
@@ -124,7 +183,7 @@ class TrainBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """Sequences of a batch, concatenated into one row without padding. S of them have N tokens."""
+    """Sequences of a batch, concatenated into one row without padding; S of them have N tokens, R of them sampled."""
 
     input_ids: Tensor
     """[1, N] int64."""
@@ -139,21 +198,21 @@ class Packed:
     last_index: Tensor
     """[S] int64; position in N of each sequence's last token."""
     response_index: Tensor
-    """[R] int64; position in N whose output predicts each response token, the one before it."""
+    """[R] int64; ascending position in N whose output predicts each sampled token, the one before it."""
     targets: Tensor
-    """[R] int64; the response tokens."""
+    """[R] int64; the sampled tokens."""
     token_rows: Tensor
-    """[R] int64; row of each response token in the batch."""
+    """[R] int64; row of each sampled token in the batch."""
     token_columns: Tensor
-    """[R] int64; column of each response token, in T."""
+    """[R] int64; column of each sampled token, in T."""
 
     def gather(self, padded: Tensor) -> Tensor:
-        """Return the entries of a [B, T] tensor at the response tokens, [R]."""
+        """Return the entries of a [B, T] tensor at the sampled tokens, [R]."""
         rows, columns = to_device(self.token_rows, padded.device), to_device(self.token_columns, padded.device)
         return to_device(padded[rows, columns], self.targets.device)
 
     def scatter(self, values: Tensor, into: Tensor) -> None:
-        """Write [R] values to the response tokens of a [B, T] tensor."""
+        """Write [R] values to the sampled tokens of a [B, T] tensor."""
         rows, columns = self.token_rows.to(into.device), self.token_columns.to(into.device)
         into[rows, columns] = values.to(into)
 
@@ -162,31 +221,59 @@ def make_train_batch(rollouts: Sequence[Rollout]) -> TrainBatch:
     """Return the batch of some rollouts; only the fields that rollouts hold are filled."""
     lengths = torch.tensor([len(r.response_ids) for r in rollouts], dtype=torch.int64)
     width = max([len(r.response_ids) for r in rollouts], default=1) or 1
+    mask = torch.arange(width) < lengths[:, None]
+    turn_ids = _mark_turns(rollouts, mask) if any(r.turns for r in rollouts) else None
     logprobs = torch.zeros(len(rollouts), width)
     for row, rollout in enumerate(rollouts):
-        logprobs[row, : len(rollout.rollout_logprobs)] = torch.tensor(rollout.rollout_logprobs)
+        if rollout.rollout_logprobs:
+            logprobs[row, mask[row]] = torch.tensor(rollout.rollout_logprobs)
     return TrainBatch(
         sequences=[torch.tensor(r.prompt.token_ids + r.response_ids) for r in rollouts],
         prompt_lengths=torch.tensor([len(r.prompt.token_ids) for r in rollouts], dtype=torch.int64),
-        response_mask=torch.arange(width) < lengths[:, None],
+        response_mask=mask,
         group_ids=torch.tensor([r.prompt.prompt_id for r in rollouts], dtype=torch.int64),
         sequence_ids=torch.tensor([r.sequence_id for r in rollouts], dtype=torch.int64),
         is_truncated=torch.tensor([r.is_truncated for r in rollouts], dtype=torch.bool),
         rollout_logprobs=logprobs,
+        turn_ids=turn_ids,
     )
 
 
+def _mark_turns(rollouts: Sequence[Rollout], mask: Tensor) -> Tensor:
+    """Return the turn ids [B, T] of the rollouts, and remove their observations from the mask [B, T] in place."""
+    turn_ids = torch.zeros(mask.shape, dtype=torch.int64)
+    for row, rollout in enumerate(rollouts):
+        start, number = 0, 0
+        for turn in rollout.turns:
+            tokens = slice(start, start + turn.num_tokens)
+            mask[row, tokens] = turn.is_sampled
+            turn_ids[row, tokens] = number if turn.is_sampled else 0
+            start, number = tokens.stop, number + turn.is_sampled
+    return turn_ids
+
+
 def join(batches: Sequence[TrainBatch]) -> TrainBatch:
-    """Return the rows of several batches with the same optional fields, padded to the largest T."""
+    """Return the rows of several batches with the same optional fields, padded to the largest T.
+
+    Turn ids and token rewards are 0 in the rows of batches without them, if another batch has them.
+    """
     filled = [batch for batch in batches if len(batch)] or batches[:1]
     width = max(batch.response_mask.shape[1] for batch in filled)
 
-    def concat(values: list[Tensor]) -> Tensor:
+    def concat(name: str) -> Tensor | None:
+        values = [getattr(batch, name) for batch in filled]
+        like = next((value for value in values if value is not None), None)
+        if not isinstance(like, Tensor):
+            return None
+        if name in ("turn_ids", "token_rewards"):
+            shapes = [batch.response_mask.shape for batch in filled]
+            values = [like.new_zeros(shape) if v is None else v for v, shape in zip(values, shapes, strict=True)]
         return torch.cat([F.pad(v, (0, width - v.shape[1])) if v.ndim == 2 else v for v in values])
 
-    found = {f.name: [getattr(batch, f.name) for batch in filled] for f in fields(TrainBatch)}
-    joined = {name: concat(values) for name, values in found.items() if isinstance(values[0], Tensor)}
-    return filled[0].with_fields(sequences=[s for batch in filled for s in batch.sequences], **joined)
+    names = [f.name for f in fields(TrainBatch) if f.name != "sequences"]
+    return TrainBatch(
+        sequences=[s for batch in filled for s in batch.sequences], **{name: concat(name) for name in names}
+    )
 
 
 def pack(batch: TrainBatch, rows: Sequence[int], device: torch.device) -> Packed:
@@ -199,20 +286,19 @@ def pack(batch: TrainBatch, rows: Sequence[int], device: torch.device) -> Packed
     ends = lengths.cumsum(0)
     prompt_lengths = batch.prompt_lengths[list(rows)] if rows else lengths
     first = ends - lengths + prompt_lengths - 1  # position that predicts the first response token
-    num_response = (lengths - prompt_lengths).tolist()
-    columns = [torch.arange(n) for n in num_response]
-    targets = [s[p:] for s, p in zip(sequences, prompt_lengths.tolist(), strict=True)]
+    place, columns = batch.response_mask[list(rows)].nonzero().unbind(1)  # [R] each, place in rows and column in T
+    index, tokens = first[place] + columns, torch.cat(sequences)
     return Packed(
-        input_ids=to_device(torch.cat(sequences)[None], device),
+        input_ids=to_device(tokens[None], device),
         position_ids=to_device(torch.cat([torch.arange(n) for n in lengths.tolist()])[None], device),
         cu_seqlens=to_device(torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32), device),
         max_length=int(lengths.max()),
         rows=torch.tensor(list(rows), dtype=torch.int64),
         last_index=to_device((ends - 1)[: len(rows)], device),
-        response_index=to_device(torch.cat([f + c for f, c in zip(first, columns, strict=True)]), device),
-        targets=to_device(torch.cat(targets), device),
-        token_rows=torch.repeat_interleave(torch.tensor(list(rows) or [0]), torch.tensor(num_response)),
-        token_columns=torch.cat(columns),
+        response_index=to_device(index, device),
+        targets=to_device(tokens[index + 1], device),
+        token_rows=torch.tensor(list(rows), dtype=torch.int64)[place],
+        token_columns=columns,
     )
 
 

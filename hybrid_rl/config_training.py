@@ -26,7 +26,12 @@ class AdvantageConfig:
     """Advantage estimator. gae trains a critic; reinforce_pp and remax take any group size; the others compare a
     group's rewards."""
     gamma: float = 1.0
-    """Discount per token, in [0, 1]."""
+    """Discount per sampled token, in [0, 1]."""
+    turn_gamma: float = 1.0
+    """Discount from a turn of a conversation to the next one, in [0, 1], in addition to `gamma`."""
+    credit: Literal["response", "turn"] = "response"
+    """What group estimators compare: the reward of the whole response, or for each turn of a conversation the rewards
+    from that turn on, with the same turn of the group's other responses."""
     gae_lambda: float = 0.95
     """Lambda of GAE, in [0, 1]; a lower value trades variance for bias."""
     critic_lambda: float | None = None

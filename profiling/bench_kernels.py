@@ -291,10 +291,10 @@ def gae_rows(shape: tuple[int, int], clock: Clock, only: str) -> Iterator[Row]:
     rows = gae_reference.Rows(mask=mask, values=values, token_rewards=rewards)
 
     def ours() -> Tensor:
-        return gae_kernels.scan(rows, 0.99, 0.95, "zero", has_moments=False, has_returns=False)[0]
+        return gae_kernels.scan(rows, 0.99, 0.95, has_moments=False, has_returns=False)[0]
 
     def whitened() -> Tensor:
-        advantages, _, moments = gae_kernels.scan(rows, 0.99, 0.95, "zero", has_moments=True, has_returns=True)
+        advantages, _, moments = gae_kernels.scan(rows, 0.99, 0.95, has_moments=True, has_returns=True)
         assert moments is not None
         merged = gae_kernels.merge_moments(moments)
         return gae_kernels.whiten(advantages, mask, merged, hybrid_rl_kernels.dispatch.CONSTANT_BOUND)

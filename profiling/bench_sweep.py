@@ -139,7 +139,7 @@ def _gae(shape: tuple[int, ...], clock: Any, is_tiny: bool) -> None:
     def scan(block: int) -> Callable[[], object]:
         def run() -> object:
             gae_kernels.MAX_BLOCK = block
-            return gae_kernels.scan(rows, 0.99, 0.95, "zero", has_moments=True, has_returns=True)
+            return gae_kernels.scan(rows, 0.99, 0.95, has_moments=True, has_returns=True)
 
         return run
 

@@ -5,6 +5,7 @@ Every input is read only where its mask is 1, and a NaN or inf read there is an 
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import hybrid_rl_kernels as kernels
@@ -55,54 +56,75 @@ def length_adaptive_lambda(response_mask: Tensor, alpha: float) -> Tensor:
 
 
 def discounted_returns(
-    rewards: Tensor, response_mask: Tensor, *, gamma: float, kl: Tensor | None = None, kl_coef: float = 0.0
+    rewards: Tensor | None,
+    response_mask: Tensor,
+    *,
+    gamma: float,
+    token_rewards: Tensor | None = None,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    turn_ids: Tensor | None = None,
+    turn_gamma: float = 1.0,
 ) -> Advantages:
-    """Return, as advantages, the discounted reward still to come at each token, G_t = R_t + gamma * G_{t+1}.
+    """Return, as advantages, the discounted reward still to come at each sampled token, G_t = R_t + g_t * G_u.
 
-    Slots masked between two tokens are skipped: they neither discount nor end the sum, as in verl's GAE; verl's
-    REINFORCE++ starts a new sum at each gap.
+    u is the sampled token after t: observations between two sampled tokens neither discount nor end the sum.
 
     Args:
-        rewards, kl, kl_coef: see gae_advantages.
+        rewards, token_rewards, kl, kl_coef, turn_ids, turn_gamma: see gae_advantages.
         response_mask: [B, T] bool.
         gamma:         in [0, 1].
     Returns:
         advantages and returns [B, T] float32, the same, 0 outside the mask; their moments; without gradient.
     Raises:
-        ValueError: shapes differ, gamma leaves [0, 1], or a reward or kl that is read is missing or not finite.
+        ValueError: shapes differ, a discount leaves [0, 1], or a reward or kl that is read is missing or not finite.
     Source: REINFORCE++ (Hu et al. 2025) and ReMax (Li et al. 2024) build on it.
     """
-    _check_unit("gamma", gamma)
+    check_unit("gamma", gamma)
     mask = response_mask.bool()
     return gae_with_moments(
-        None, mask, gamma=gamma, gae_lambda=1.0, mode="carry", **_payments(rewards, mask, kl, kl_coef)
+        None,
+        mask,
+        gamma=gamma,
+        gae_lambda=1.0,
+        **_payments(rewards, token_rewards, mask, kl, kl_coef),
+        **_turn_discounts(turn_ids, mask, turn_gamma),
     )
 
 
 def gae_advantages(
-    rewards: Tensor,
+    rewards: Tensor | None,
     values: Tensor,
     response_mask: Tensor,
     *,
     gamma: float,
     gae_lambda: float | Tensor,
+    token_rewards: Tensor | None = None,
     kl: Tensor | None = None,
     kl_coef: float = 0.0,
+    turn_ids: Tensor | None = None,
+    turn_gamma: float = 1.0,
     bootstrap_values: Tensor | None = None,
 ) -> Advantages:
     """Return generalized advantage estimates, value targets, and the moments of the estimates for whitening.
 
-    The reward of a token is its entry of rewards [B, T]; rewards [B] are paid after the last sampled token. From every
-    token's reward kl_coef * kl is subtracted.
+    The reward of a token is its entry of token_rewards minus kl_coef * kl; rewards are paid in addition after the last
+    sampled token.
+
+    Observations are skipped: the state after the last token of a turn is the first token of the next turn, whose value
+    knows the observation between them. Gamma and lambda count sampled tokens, turn_gamma counts turns.
 
     Args:
-        rewards:           [B] or [B, T] float32. Rewards [B] are not read in rows without tokens.
+        rewards:           [B] float32 or None; not read in rows without sampled tokens.
         values:            [B, T] float32; critic's estimate before token t is emitted.
-        response_mask:     [B, T] bool; slots masked between two tokens count as states of value 0.
-        gamma:             in [0, 1].
+        response_mask:     [B, T] bool; the sampled tokens.
+        gamma:             in [0, 1]; discount per sampled token.
         gae_lambda:        in [0, 1]; one number, or one per row [B].
+        token_rewards:     [B, T] float32 or None.
         kl:                [B, T] float32 or None; KL estimate per token.
         kl_coef:           factor on kl.
+        turn_ids:          [B, T] int64 or None; number of each sampled token's turn; None is one turn per row.
+        turn_gamma:        in [0, 1]; discount from a turn to the next one, in addition to gamma.
         bootstrap_values:  [B] float32 or None; value after the last token, for truncated rows; 0 when None.
     Returns:
         advantages and returns [B, T] float32, 0 outside the mask; not whitened, without gradient.
@@ -110,8 +132,8 @@ def gae_advantages(
         ValueError: shapes differ, a coefficient leaves [0, 1], kl is missing, or a value that is read is not finite.
     Source: Schulman et al. 2016, eq. 16.
     """
-    _check_unit("gamma", gamma)
-    _check_unit("gae_lambda", gae_lambda)
+    check_unit("gamma", gamma)
+    check_unit("gae_lambda", gae_lambda)
     mask = response_mask.bool()
     check_same_shape(values=values, response_mask=mask)
     check_finite("values", values, mask)
@@ -124,17 +146,22 @@ def gae_advantages(
         gamma=gamma,
         gae_lambda=gae_lambda,
         bootstrap_values=bootstrap_values,
-        **_payments(rewards, mask, kl, kl_coef),
+        **_payments(rewards, token_rewards, mask, kl, kl_coef),
+        **_turn_discounts(turn_ids, mask, turn_gamma),
     )
 
 
-def _payments(rewards: Tensor, mask: Tensor, kl: Tensor | None, kl_coef: float) -> dict[str, Any]:
+def _payments(
+    rewards: Tensor | None, token_rewards: Tensor | None, mask: Tensor, kl: Tensor | None, kl_coef: float
+) -> dict[str, Any]:
     """Return the checked arguments of gae_with_moments that hold the reward of each token."""
-    is_score = rewards.dim() == 1
-    is_read = mask.any(1) if is_score else mask
-    check_same_shape(rewards=rewards, **{"rows" if is_score else "response_mask": is_read})
-    check_finite("rewards", rewards, is_read)
-    paid: dict[str, Any] = {"scores" if is_score else "token_rewards": rewards}
+    if rewards is not None:
+        check_same_shape(rewards=rewards, rows=mask.any(1))
+        check_finite("rewards", rewards, mask.any(1))
+    if token_rewards is not None:
+        check_same_shape(token_rewards=token_rewards, response_mask=mask)
+        check_finite("token_rewards", token_rewards, mask)
+    paid: dict[str, Any] = {"scores": rewards, "token_rewards": token_rewards}
     if kl_coef == 0:
         return paid
     if kl is None:
@@ -142,6 +169,29 @@ def _payments(rewards: Tensor, mask: Tensor, kl: Tensor | None, kl_coef: float) 
     check_same_shape(kl=kl, response_mask=mask)
     check_finite("kl", kl, mask)
     return paid | {"kl": kl, "kl_coef": kl_coef}
+
+
+def _turn_discounts(turn_ids: Tensor | None, mask: Tensor, turn_gamma: float) -> dict[str, Any]:
+    """Return the checked arguments of gae_with_moments that discount per turn; none where nothing is discounted."""
+    check_unit("turn_gamma", turn_gamma)
+    if turn_ids is None or turn_gamma == 1:
+        return {}
+    check_same_shape(turn_ids=turn_ids, response_mask=mask)
+    return {"turn_ends": turn_ends(turn_ids, mask), "turn_gamma": turn_gamma}
+
+
+def turn_ends(turn_ids: Tensor, response_mask: Tensor) -> Tensor:
+    """Return [B, T] bool, true for the last sampled token of every turn that another turn follows.
+
+    Args:
+        turn_ids:      [B, T] int64; read at the sampled tokens, where it does not fall.
+        response_mask: [B, T] bool; the sampled tokens.
+    """
+    mask, none = response_mask.bool(), torch.iinfo(torch.int64).max
+    turns = torch.where(mask, turn_ids, none)
+    following = turns.flip(1).cummin(1).values.flip(1)[:, 1:]  # turn of the first sampled token at or after each slot
+    following = torch.cat([following, torch.full_like(turns[:, :1], none)], dim=1)
+    return mask & (following > turns) & (following < none)
 
 
 def moments(x: Tensor, mask: Tensor) -> Tensor:
@@ -168,7 +218,7 @@ def whiten(x: Tensor, mask: Tensor, all_moments: Tensor | None = None) -> Tensor
     return kernels.whiten(x, mask, moments(x, mask) if all_moments is None else all_moments)
 
 
-def _check_unit(name: str, coefficient: float | Tensor) -> None:
+def check_unit(name: str, coefficient: float | Tensor) -> None:
     """Raise ValueError unless the number, or every row of [B], lies in [0, 1]."""
     if not isinstance(coefficient, Tensor):
         if not 0 <= coefficient <= 1:

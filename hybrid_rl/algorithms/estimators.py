@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybrid_rl.algorithms.advantage import (
     check_finite,
+    check_unit,
     discounted_returns,
     gae_advantages,
     length_adaptive_lambda,
@@ -26,10 +27,16 @@ class TokenRewards:
     """What an estimator reads that gives every token its own advantage; all tensors are on one device."""
 
     rewards: Tensor
-    """[B] float32; paid after the last token."""
+    """[B] float32; paid after the last sampled token."""
     response_mask: Tensor
-    """[B, T] bool."""
+    """[B, T] bool; the sampled tokens."""
     gamma: float
+    token_rewards: Tensor | None = None
+    """[B, T] float32; paid at their tokens, in addition to `rewards`."""
+    turn_ids: Tensor | None = None
+    """[B, T] int64; number of each sampled token's turn."""
+    turn_gamma: float = 1.0
+    """Discount from a turn to the next one, in addition to gamma."""
     kl: Tensor | None = None
     """[B, T] float32; kl_coef * kl is subtracted from the reward of each token."""
     kl_coef: float = 0.0
@@ -96,6 +103,53 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, estimator: str, leng
     return advantages.to(at_least_float32(rewards.dtype))
 
 
+def turn_advantages(
+    turn_rewards: Tensor,
+    turn_lengths: Tensor,
+    group_ids: Tensor,
+    *,
+    estimator: str,
+    turn_gamma: float,
+) -> Tensor:
+    """Return the return of each turn of a conversation, compared with the same turn of the group's other conversations.
+
+    The return of a turn is its own reward and, discounted, the rewards of the turns that follow. The baseline of turn k
+    is taken over the conversations of the group that have a turn k. A turn that only one conversation has reached is
+    compared with nothing, and its advantage is 0.
+
+    Args:
+        turn_rewards: [B, K] float64; reward of each turn, 0 after the last one.
+        turn_lengths: [B, K] int64; sampled tokens of each turn, 0 after the last one.
+        group_ids:    [B] int64.
+        estimator:    a name in ESTIMATORS that compares groups.
+        turn_gamma:   in [0, 1]; discount per turn.
+    Returns:
+        advantages: [B, K] float32, not whitened, 0 after the last turn.
+    Raises:
+        ValueError: shapes differ, turn_gamma leaves [0, 1], or see group_advantages.
+    Source: Ding et al. 2025 (GTPO, arXiv 2511.14846), returns of turns normalised in their group; the baselines are the
+    ones of the estimator.
+    """
+    _check_name(estimator, compares_group=True)
+    check_same_shape(turn_rewards=turn_rewards, turn_lengths=turn_lengths)
+    check_unit("turn_gamma", turn_gamma)
+    returns = turn_rewards.double()
+    for turn in reversed(range(returns.shape[1] - 1)):
+        returns[:, turn] += turn_gamma * returns[:, turn + 1]
+    has_turn = turn_lengths > 0
+    has_turn[:, 0] = True  # a response without tokens is compared, too
+    rows, turns = has_turn.nonzero().unbind(1)
+    pairs = torch.stack([group_ids[rows], turns], dim=1)
+    _, pair_ids, sizes = pairs.unique(dim=0, return_inverse=True, return_counts=True)
+    is_compared = (sizes[pair_ids] > 1) | (turns == 0)
+    rows, turns, pair_ids = rows[is_compared], turns[is_compared], pair_ids[is_compared]
+    advantages = torch.zeros(returns.shape)
+    advantages[rows, turns] = group_advantages(  # rounded to float32 once: equal returns stay equal
+        returns[rows, turns].float(), pair_ids, estimator=estimator, lengths=turn_lengths[rows, turns]
+    )
+    return advantages
+
+
 def _check_name(estimator: str, *, compares_group: bool) -> None:
     names = [name for name, spec in ESTIMATORS.items() if spec.compares_group == compares_group]
     if estimator not in names:
@@ -122,8 +176,11 @@ def gae(tokens: TokenRewards) -> Advantages:
             tokens.response_mask,
             gamma=tokens.gamma,
             gae_lambda=gae_lambda,
+            token_rewards=tokens.token_rewards,
             kl=tokens.kl,
             kl_coef=tokens.kl_coef,
+            turn_ids=tokens.turn_ids,
+            turn_gamma=tokens.turn_gamma,
             bootstrap_values=tokens.bootstrap_values,
         )
 
@@ -137,7 +194,14 @@ def gae(tokens: TokenRewards) -> Advantages:
 def reinforce_pp(tokens: TokenRewards) -> Advantages:
     """Discounted returns, which whitening compares over the whole step. Source: Hu et al. 2025 (REINFORCE++)."""
     return discounted_returns(
-        tokens.rewards, tokens.response_mask, gamma=tokens.gamma, kl=tokens.kl, kl_coef=tokens.kl_coef
+        tokens.rewards,
+        tokens.response_mask,
+        gamma=tokens.gamma,
+        token_rewards=tokens.token_rewards,
+        kl=tokens.kl,
+        kl_coef=tokens.kl_coef,
+        turn_ids=tokens.turn_ids,
+        turn_gamma=tokens.turn_gamma,
     )
 
 

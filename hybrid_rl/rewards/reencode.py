@@ -30,7 +30,7 @@ def reencode(
         actor_tokenizer: the actor's.
     Returns:
         Rollouts with new `prompt.token_ids` and `response_ids`, for `make_train_batch` and a forward of the reward
-        model. `rollout_logprobs` is empty, because the new tokens were not sampled.
+        model. `rollout_logprobs` and `turns` are empty, because the new tokens were not sampled.
     Raises:
         ConfigError: `tokenizer` has no EOS.
     """
@@ -54,4 +54,5 @@ def _reencode_one(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, actor_bo
         prompt=replace(rollout.prompt, token_ids=token_ids[:num_prompt]),
         response_ids=token_ids[num_prompt:],
         rollout_logprobs=[],
+        turns=[],
     )

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.algorithms.advantage import moments, whiten
-from hybrid_rl.algorithms.estimators import TokenRewards, group_advantages, token_advantages
+from hybrid_rl.algorithms.estimators import TokenRewards, group_advantages, token_advantages, turn_advantages
 from hybrid_rl.algorithms.kl import kl_estimate
 from hybrid_rl.algorithms.specs import ESTIMATORS
 from hybrid_rl.batch import TrainBatch
@@ -30,7 +30,7 @@ def add_advantages(
         kl_coef:          factor on the KL in the reward; None takes the setting.
         bootstrap_values: [B] float32, the critic's value after the last token; used for truncated responses only.
     Returns:
-        batch and sums: `kl` is the sum over the response tokens, with a reference.
+        batch and sums: `kl` is the sum over the sampled tokens, with a reference.
     Raises:
         ValueError: a tensor that the estimator reads is missing or not finite.
     """
@@ -62,16 +62,46 @@ def token_kl(batch: TrainBatch, config: AdvantageConfig) -> Tensor | None:
 
 
 def compared_in_groups(batch: TrainBatch, config: AdvantageConfig, kl: Tensor | None, kl_coef: float) -> Tensor:
-    """Return [B, T] float32: each response's advantage in its group on every token, minus kl_coef * kl of the token."""
-    assert batch.rewards is not None
+    """Return [B, T] float32: the advantage of each response or turn on its tokens, minus kl_coef * kl of the token."""
     mask = batch.response_mask
-    advantages = group_advantages(
-        batch.rewards, batch.group_ids, estimator=config.estimator, lengths=batch.response_lengths
-    )
-    per_token = torch.where(mask, advantages[:, None], 0)
+    advantages = compared_turns(batch, config) if config.credit == "turn" else compared_responses(batch, config)
+    per_token = torch.where(mask, advantages, 0)
     if kl is None or not kl_coef:
         return per_token
     return per_token - kl_coef * torch.where(mask, kl, 0)
+
+
+def compared_responses(batch: TrainBatch, config: AdvantageConfig) -> Tensor:
+    """Return [B, 1] float32: the advantage of each response, from all that it is paid."""
+    assert batch.rewards is not None
+    lengths = batch.response_lengths
+    return group_advantages(batch.rewards, batch.group_ids, estimator=config.estimator, lengths=lengths)[:, None]
+
+
+def compared_turns(batch: TrainBatch, config: AdvantageConfig) -> Tensor:
+    """Return [B, T] float32: the advantage of each token's turn, from what the turn and its successors are paid."""
+    mask = batch.response_mask
+    turn_ids = torch.zeros(mask.shape, dtype=torch.int64) if batch.turn_ids is None else batch.turn_ids
+    turn_ids = torch.where(mask, turn_ids, 0)
+    shape = (len(batch), int(turn_ids.max()) + 1 if len(batch) else 1)
+    lengths = torch.zeros(shape, dtype=torch.int64).scatter_add(1, turn_ids, mask.long())
+    rewards = torch.zeros(shape, dtype=torch.float64)
+    if batch.token_rewards is not None:
+        rewards.scatter_add_(1, turn_ids, torch.where(mask, batch.token_rewards, 0).double())
+    rewards.scatter_add_(1, turn_ids.amax(1, keepdim=True), final_rewards(batch)[:, None].double())
+    advantages = turn_advantages(
+        rewards, lengths, batch.group_ids, estimator=config.estimator, turn_gamma=config.turn_gamma
+    )
+    return advantages.gather(1, turn_ids)
+
+
+def final_rewards(batch: TrainBatch) -> Tensor:
+    """Return [B] float32: the part of the rewards that is paid after the last sampled token."""
+    assert batch.rewards is not None
+    if batch.token_rewards is None:
+        return batch.rewards
+    paid = torch.where(batch.response_mask, batch.token_rewards, 0).double().sum(1)
+    return (batch.rewards.double() - paid).float()
 
 
 def estimated_per_token(
@@ -83,7 +113,6 @@ def estimated_per_token(
     device: torch.device,
 ) -> Advantages:
     """Return the advantage of each token, and value targets where the estimator has a critic, on the device."""
-    assert batch.rewards is not None
     if bootstrap_values is not None:
         bootstrap_values = bootstrap_values * batch.is_truncated
 
@@ -91,8 +120,11 @@ def estimated_per_token(
         return None if tensor is None else tensor.to(device)
 
     tokens = TokenRewards(
-        rewards=batch.rewards.to(device),
+        rewards=final_rewards(batch).to(device),
         response_mask=batch.response_mask.to(device),
+        token_rewards=move(batch.token_rewards),
+        turn_ids=move(batch.turn_ids),
+        turn_gamma=config.turn_gamma,
         kl=move(kl),
         kl_coef=kl_coef,
         baselines=move(batch.baselines),

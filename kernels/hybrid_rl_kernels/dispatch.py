@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl_kernels import gae_reference, reference
-from hybrid_rl_kernels.gae_reference import Mode, Rows
+from hybrid_rl_kernels.gae_reference import Rows
 from hybrid_rl_kernels.reference import LogitTransform, check_head_shapes, check_same_shape
 
 SETTING = os.environ.get("HYBRID_RL_KERNELS", "triton")
@@ -106,20 +106,23 @@ def gae(
     response_mask: Tensor,
     gamma: float,
     gae_lambda: float | Tensor,
-    mode: Mode = "zero",
     bootstrap_values: Tensor | None = None,
+    *,
+    turn_ends: Tensor | None = None,
+    turn_gamma: float = 1.0,
 ) -> Tensor:
     """Return generalized advantage estimates [B, T]; see reference.gae."""
     scan = _scan_module(token_rewards, values)
     if scan is gae_reference:
-        return reference.gae(token_rewards, values, response_mask, gamma, gae_lambda, mode, bootstrap_values)
-    check_same_shape(token_rewards=token_rewards, values=values, response_mask=response_mask)
-    _check_rows(len(response_mask), mode, gae_lambda=gae_lambda, bootstrap_values=bootstrap_values)
+        arguments = (token_rewards, values, response_mask, gamma, gae_lambda, bootstrap_values)
+        return reference.gae(*arguments, turn_ends=turn_ends, turn_gamma=turn_gamma)
+    per_token = {"token_rewards": token_rewards, "values": values, "turn_ends": turn_ends}
+    check_same_shape(response_mask=response_mask, **{name: x for name, x in per_token.items() if x is not None})
+    _check_rows(len(response_mask), gae_lambda=gae_lambda, bootstrap_values=bootstrap_values)
     results = scan.scan(
-        Rows(token_rewards=token_rewards, values=values, mask=response_mask, bootstrap_values=bootstrap_values),
+        Rows(mask=response_mask, bootstrap_values=bootstrap_values, turn_gamma=turn_gamma, **per_token),
         gamma,
         gae_lambda,
-        mode,
         has_moments=False,
         has_returns=False,
     )
@@ -133,12 +136,13 @@ def gae_with_moments(
     *,
     gamma: float,
     gae_lambda: float | Tensor,
-    mode: Mode = "zero",
     token_rewards: Tensor | None = None,
     scores: Tensor | None = None,
     kl: Tensor | None = None,
     kl_coef: float = 0.0,
     bootstrap_values: Tensor | None = None,
+    turn_ends: Tensor | None = None,
+    turn_gamma: float = 1.0,
     cu_seqlens: Tensor | None = None,
 ) -> Advantages:
     """Return advantages, value targets, and the moments of the advantages that whitening needs.
@@ -149,20 +153,21 @@ def gae_with_moments(
     Args:
         values:            [B, T] float32, or [N] with cu_seqlens; None is 0 everywhere.
         response_mask:     same shape, bool or 0 and 1; other tensors of this shape are read inside the mask only.
-        gamma, gae_lambda, mode, bootstrap_values: see reference.gae.
+        gamma, gae_lambda, bootstrap_values, turn_gamma: see reference.gae.
         token_rewards, kl: same shape, float32, or None.
         scores:            [B] float32 or None; not read for rows without tokens.
         kl_coef:           factor on kl.
+        turn_ends:         same shape as the mask, or None; see reference.gae.
         cu_seqlens:        [B + 1] int, ascending from 0 to N: the bounds of packed sequences; None for padded input.
     Raises:
-        ValueError: shapes do not fit or the mode is unknown.
+        ValueError: shapes do not fit.
     """
     num_rows = len(response_mask) if cu_seqlens is None else len(cu_seqlens) - 1
     if response_mask.dim() != (2 if cu_seqlens is None else 1):
         raise ValueError(f"response_mask must be [B, T], or [N] with cu_seqlens, got {list(response_mask.shape)}")
-    per_token = {"values": values, "token_rewards": token_rewards, "kl": kl, "response_mask": response_mask}
-    check_same_shape(**{name: x for name, x in per_token.items() if x is not None})
-    _check_rows(num_rows, mode, gae_lambda=gae_lambda, bootstrap_values=bootstrap_values, scores=scores)
+    per_token = {"values": values, "token_rewards": token_rewards, "kl": kl, "turn_ends": turn_ends}
+    check_same_shape(response_mask=response_mask, **{name: x for name, x in per_token.items() if x is not None})
+    _check_rows(num_rows, gae_lambda=gae_lambda, bootstrap_values=bootstrap_values, scores=scores)
     scan = _scan_module(response_mask, *(x for x in (values, token_rewards, kl, scores) if x is not None))
     rows = Rows(
         mask=response_mask,
@@ -172,9 +177,11 @@ def gae_with_moments(
         kl=kl,
         kl_coef=kl_coef,
         bootstrap_values=bootstrap_values,
+        turn_ends=turn_ends,
+        turn_gamma=turn_gamma,
         cu_seqlens=cu_seqlens,
     )
-    advantages, returns, moments = scan.scan(rows, gamma, gae_lambda, mode, has_moments=True, has_returns=True)
+    advantages, returns, moments = scan.scan(rows, gamma, gae_lambda, has_moments=True, has_returns=True)
     return Advantages(advantages=advantages, returns=returns, moments=scan.merge_moments(moments))
 
 
@@ -205,10 +212,8 @@ def _scan_module(*tensors: Tensor) -> Any:
     return gae_kernels
 
 
-def _check_rows(num_rows: int, mode: str, **per_row: float | Tensor | None) -> None:
-    """Raise ValueError unless the mode exists and every tensor of `per_row` is [B]."""
-    if mode not in ("zero", "carry"):
-        raise ValueError(f"mode must be zero or carry, got {mode!r}")
+def _check_rows(num_rows: int, **per_row: float | Tensor | None) -> None:
+    """Raise ValueError unless every tensor of `per_row` is [B]."""
     for name, x in per_row.items():
         if isinstance(x, Tensor) and x.shape != (num_rows,):
             raise ValueError(f"{name} must be [B] with B = {num_rows}, got {list(x.shape)}")

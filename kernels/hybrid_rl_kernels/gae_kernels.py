@@ -1,9 +1,9 @@
 """Triton kernels for generalized advantage estimates, computed as one reverse scan; see reference.gae.
 
-    A_t = b_t + a_t A_{t+1},  a_t = gamma lambda,  b_t = r_t + gamma V_{t+1} - V_t
+    A_t = b_t + a_t A_u,  a_t = g_t lambda,  b_t = r_t + g_t V_u - V_t,  u the sampled token after t
 
 is a chain of affine maps, which compose associatively. One program processes a row in blocks of tokens, from its end; a
-row is one of a padded [B, T] or one of the sequences of packed [N] tokens. The map of a slot that is no state is the
+row is one of a padded [B, T] or one of the sequences of packed [N] tokens. The map of a slot that is not sampled is the
 identity.
 
 A thread holds eight consecutive tokens, so that a block consists of eight tensors [C]. Most of the chain is then plain
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_rl_kernels.gae_reference import Mode, Rows
+from hybrid_rl_kernels.gae_reference import Rows
 
 MAX_BLOCK = 512
 """Largest number of tokens of a block, eight per thread; measured by profiling/bench_kernels.py on an H200."""
@@ -159,43 +159,46 @@ def _last_sampled(is_sampled, place):
 
 
 @triton.jit
-def _value_behind(values_ptr, mask_ptr, first, place, length, is_sampled, values, later_value, IS_CARRY: tl.constexpr):
-    """Return the value of the state after each eight tokens, and the value that the next block continues with.
+def _values_behind(values_ptr, is_sampled, values, later_value):
+    """Return the value of the next sampled token after each eight tokens, [C], and of the first one in the block.
 
-    With carry, the state after a token is the next sampled token. Without, it is the next token, whose value is 0 if
-    it is not sampled.
+    later_value is the value of the first sampled token after the block, 0 if there is none.
     """
-    if IS_CARRY:
-        has_none, value = tl.full(place.shape, 1.0, tl.float32), tl.zeros(place.shape, tl.float32)
+    if values_ptr is None:
+        behind = tl.zeros(values[0].shape, tl.float32)
+    else:
+        has_none, value = tl.full(values[0].shape, 1.0, tl.float32), tl.zeros(values[0].shape, tl.float32)
         for k in tl.static_range(7, -1, -1):
             has_none = tl.where(is_sampled[k], 0.0, has_none)
             value = tl.where(is_sampled[k], values[k], value)
         behind, values_at = _chain(has_none, value, later_value)
         later_value = _at_end(values_at)
-    elif values_ptr is None:
-        behind = tl.zeros(place.shape, tl.float32)
-    else:
-        is_inside = place + 8 < length
-        is_state = tl.load(mask_ptr + first + place + 8, mask=is_inside, other=0) != 0
-        behind = tl.load(values_ptr + first + place + 8, mask=is_inside, other=0).to(tl.float32)
-        behind = tl.where(is_state, behind, 0.0)
     return behind, later_value
 
 
 @triton.jit
-def _stretches(rewards, values, is_sampled, behind, gamma, decay, IS_CARRY: tl.constexpr):
+def _turn_factors(turn_ends_ptr, first, place, length, turn_gamma):
+    """Return the factor on the discount of eight tokens [C] each: turn_gamma where a turn ends, 1 elsewhere."""
+    ones = tl.full(place.shape, 1.0, tl.float32)
+    if turn_ends_ptr is None:
+        result = (ones, ones, ones, ones, ones, ones, ones, ones)
+    else:
+        result, is_end = (), _is_set(_load(turn_ends_ptr, first, place, length))
+        for k in tl.static_range(8):
+            result = result + (tl.where(is_end[k], turn_gamma, ones),)
+    return result
+
+
+@triton.jit
+def _stretches(rewards, values, is_sampled, factors, behind, gamma, decay):
     """Return (sums, decays), eight [C] each: the composed map of each token and of those after it among its eight."""
-    total, reach, sums, reaches = tl.zeros_like(behind), 1.0, (), ()
+    total, reach, sums, reaches = tl.zeros_like(behind), tl.full(behind.shape, 1.0, tl.float32), (), ()
     for k in tl.static_range(7, -1, -1):
-        error = rewards[k] + gamma * behind - values[k]
-        if IS_CARRY:
-            total = tl.where(is_sampled[k], error + decay * total, total)
-            reach = tl.where(is_sampled[k], decay * reach, reach)
-            behind = tl.where(is_sampled[k], values[k], behind)
-        else:
-            total = error + decay * total
-            reach = decay * reach
-            behind = values[k]
+        error = rewards[k] + gamma * factors[k] * behind - values[k]
+        step = decay * factors[k]
+        total = tl.where(is_sampled[k], error + step * total, total)
+        reach = tl.where(is_sampled[k], step * reach, reach)
+        behind = tl.where(is_sampled[k], values[k], behind)
         sums, reaches = (total,) + sums, (reach,) + reaches
     return sums, reaches
 
@@ -227,8 +230,7 @@ def _add_both(a, b, c, d):
 @triton.jit
 def hybrid_rl_gae_kernel(
     advantages_ptr, returns_ptr, moments_ptr, rewards_ptr, values_ptr, mask_ptr, bootstrap_ptr, scores_ptr, kl_ptr,
-    decay_ptr, ends_ptr, row_length, gamma, decay, kl_coef,
-    IS_CARRY: tl.constexpr, BLOCK: tl.constexpr,
+    turn_ends_ptr, decay_ptr, ends_ptr, row_length, gamma, decay, kl_coef, turn_gamma, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the advantages of one row, and returns and moments if they have a pointer; see dispatch.gae_with_moments.
 
@@ -254,10 +256,9 @@ def hybrid_rl_gae_kernel(
             last = _last_sampled(is_sampled, place)
         rewards = _add_at(last, place, rewards, scores_ptr, row, 1.0)
         rewards = _add_at(last, place, rewards, bootstrap_ptr, row, gamma)
-        behind, later_value = _value_behind(
-            values_ptr, mask_ptr, first, place, length, is_sampled, values, later_value, IS_CARRY
-        )
-        sums, reaches = _stretches(rewards, values, is_sampled, behind, gamma, decay, IS_CARRY)
+        behind, later_value = _values_behind(values_ptr, is_sampled, values, later_value)
+        factors = _turn_factors(turn_ends_ptr, first, place, length, turn_gamma)
+        sums, reaches = _stretches(rewards, values, is_sampled, factors, behind, gamma, decay)
         into, results = _chain(reaches[0], sums[0], later_advantage)
         if start > 0:  # _at_end synchronizes all warps, and the last block does not need its result
             later_advantage = _at_end(results)
@@ -317,13 +318,14 @@ def hybrid_rl_whiten_kernel(x_ptr, mask_ptr, moments_ptr, out_ptr, num_elements,
 
 
 def scan(
-    rows: Rows, gamma: float, gae_lambda: float | Tensor, mode: Mode, *, has_moments: bool, has_returns: bool
+    rows: Rows, gamma: float, gae_lambda: float | Tensor, *, has_moments: bool, has_returns: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return advantages, returns (or None) and moments [B, 3] of each row (or None); the inputs must be checked."""
     mask = rows.mask.bool().contiguous()
     longest = mask.shape[-1]
     num_rows = len(mask) if rows.cu_seqlens is None else len(rows.cu_seqlens) - 1
-    inputs = (rows.token_rewards, rows.values, mask, rows.bootstrap_values, rows.scores, rows.kl)
+    turn_ends = None if rows.turn_ends is None else rows.turn_ends.bool()
+    inputs = (rows.token_rewards, rows.values, mask, rows.bootstrap_values, rows.scores, rows.kl, turn_ends)
     decay = None
     if isinstance(gae_lambda, Tensor):
         decay, gae_lambda = (gamma * gae_lambda.double()).float().contiguous(), 0.0
@@ -344,7 +346,7 @@ def scan(
         gamma,
         gamma * gae_lambda,
         rows.kl_coef,
-        IS_CARRY=mode == "carry",
+        rows.turn_gamma,
         BLOCK=block,
         num_warps=max(block // 256, 1),
     )

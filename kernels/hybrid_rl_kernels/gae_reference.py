@@ -4,14 +4,11 @@ Shape letters: B sequences, T response tokens, N packed tokens.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from hybrid_rl_kernels import reference
-
-Mode = Literal["zero", "carry"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +22,8 @@ class Rows:
     kl: Tensor | None = None
     kl_coef: float = 0.0
     bootstrap_values: Tensor | None = None
+    turn_ends: Tensor | None = None
+    turn_gamma: float = 1.0
     cu_seqlens: Tensor | None = None
 
     def padding(self) -> tuple[Tensor, Tensor] | None:
@@ -53,7 +52,7 @@ def _pack(x: Tensor, padding: tuple[Tensor, Tensor] | None) -> Tensor:
 
 
 def scan(
-    rows: Rows, gamma: float, gae_lambda: float | Tensor, mode: Mode, *, has_moments: bool, has_returns: bool
+    rows: Rows, gamma: float, gae_lambda: float | Tensor, *, has_moments: bool, has_returns: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return advantages, returns (or None) and moments [B, 3] of each row (or None); the inputs must be checked."""
     padding = rows.padding()
@@ -66,7 +65,17 @@ def scan(
     if rows.scores is not None:
         is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
         rewards = rewards + torch.where(is_last, rows.scores[:, None], 0)
-    advantages = reference.gae(rewards, values, mask, gamma, gae_lambda, mode, rows.bootstrap_values)
+    turn_ends = None if rows.turn_ends is None else _pad(rows.turn_ends, padding)
+    advantages = reference.gae(
+        rewards,
+        values,
+        mask,
+        gamma,
+        gae_lambda,
+        rows.bootstrap_values,
+        turn_ends=turn_ends,
+        turn_gamma=rows.turn_gamma,
+    )
     moments = _row_moments(advantages, mask) if has_moments else None
     returns = _pack(torch.where(mask, advantages + values, 0), padding) if has_returns else None
     return _pack(advantages, padding), returns, moments

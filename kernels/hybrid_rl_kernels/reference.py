@@ -6,7 +6,7 @@ Shape letters: N packed tokens, n rows of one chunk, H hidden, V vocabulary, B s
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -231,35 +231,39 @@ def gae(
     response_mask: Tensor,
     gamma: float,
     gae_lambda: float | Tensor,
-    mode: Literal["zero", "carry"] = "zero",
     bootstrap_values: Tensor | None = None,
+    *,
+    turn_ends: Tensor | None = None,
+    turn_gamma: float = 1.0,
 ) -> Tensor:
-    """Return generalized advantage estimates.
+    """Return generalized advantage estimates over the sampled tokens of each row.
+
+    Slots that are masked between two sampled tokens, such as observations of an environment, are skipped: the state
+    after a token is the next sampled token, wherever it lies, so gamma and lambda count sampled tokens.
+
+        A_t = r_t + g_t V_u - V_t + g_t lambda A_u,  u the sampled token after t
 
     Args:
         token_rewards, values: [B, T] float32; reward after token t, and value before it; read inside the mask only.
-        response_mask:    [B, T] bool or 0 and 1; a row may have gaps (tokens of a tool) or no token at all.
-        gamma:            discount per token.
+        response_mask:    [B, T] bool or 0 and 1; a row may have gaps or no token at all.
+        gamma:            discount per token; g_t.
         gae_lambda:       decay of the estimate per token, in addition to gamma; one number, or one per row [B].
-        mode:             treatment of gaps. zero: their slots are states of value 0 and reward 0, discounted like
-                          tokens. carry: they are skipped, V_{t+1} and A_{t+1} are of the next sampled token.
         bootstrap_values: [B] or None; value after the last sampled token; None is 0.
+        turn_ends:        [B, T] bool or None; tokens whose g_t is gamma * turn_gamma, the last ones of turns that
+                          another turn follows; read inside the mask, and not at the last sampled token.
+        turn_gamma:       discount per turn, in addition to gamma.
     Returns:
         advantages: [B, T] float32 (float64 if token_rewards is), 0 outside the mask, without gradient.
     Raises:
-        ValueError: shapes differ or the mode is unknown.
-    Source: Schulman et al. 2016, eq. 16. The modes are those of OpenRLHF (zero) and verl (carry).
+        ValueError: shapes differ.
+    Source: Schulman et al. 2016, eq. 16.
     """
     check_same_shape(token_rewards=token_rewards, values=values, response_mask=response_mask)
-    if mode not in ("zero", "carry"):
-        raise ValueError(f"mode must be zero or carry, got {mode!r}")
     if isinstance(gae_lambda, Tensor):
         check_same_shape(gae_lambda=gae_lambda, rows=response_mask.new_empty(len(response_mask)))
     mask = response_mask.bool()
     rewards = torch.where(mask, token_rewards, 0).to(at_least_float32(token_rewards.dtype))
     values = torch.where(mask, values, 0).to(rewards)
-    # States of the scan: all slots up to the last sampled token, or only the sampled ones.
-    is_state = mask.flip(1).cumsum(1).flip(1) > 0 if mode == "zero" else mask
 
     advantages = torch.zeros_like(rewards)
     advantage = rewards.new_zeros(len(rewards))
@@ -267,9 +271,15 @@ def gae(
     decay = (gamma * torch.as_tensor(gae_lambda, dtype=torch.float64, device=rewards.device)).to(rewards.dtype)
     next_value = advantage if bootstrap_values is None else bootstrap_values.to(advantage)
     check_same_shape(bootstrap_values=next_value, rows=advantage)
+    per_turn: Tensor | float = 1.0
+    if turn_ends is not None:
+        check_same_shape(turn_ends=turn_ends, response_mask=response_mask)
+        has_next = mask.flip(1).cumsum(1).flip(1) > 1
+        per_turn = torch.where(turn_ends.bool() & has_next, turn_gamma, 1.0).to(rewards)
     for t in reversed(range(rewards.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        advantage = torch.where(is_state[:, t], delta + decay * advantage, advantage)
-        next_value = torch.where(is_state[:, t], values[:, t], next_value)
+        factor = per_turn if isinstance(per_turn, float) else per_turn[:, t]
+        delta = rewards[:, t] + gamma * factor * next_value - values[:, t]
+        advantage = torch.where(mask[:, t], delta + decay * factor * advantage, advantage)
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
         advantages[:, t] = advantage
     return torch.where(mask, advantages, 0)

@@ -14,6 +14,7 @@ from hybrid_rl.algorithms.advantage import (
     length_adaptive_lambda,
     moments,
     overlong_penalty,
+    turn_ends,
     whiten,
 )
 from hybrid_rl_kernels import Advantages, merge_moments
@@ -64,7 +65,8 @@ def test_rewards_and_kl_give_what_their_token_rewards_give():
     kl, values, mask = random_batch(7)
     scores, options = torch.tensor([1.0, -2, 3, 4]), {"gamma": 0.9, "gae_lambda": 0.8}
     shaped = gae_advantages(scores, values, mask, kl=kl, kl_coef=0.3, **options)
-    plain = gae_advantages(torch.tensor(paid(scores, mask, kl=kl, kl_coef=0.3)), values, mask, **options)
+    per_token = torch.tensor(paid(scores, mask, kl=kl, kl_coef=0.3))
+    plain = gae_advantages(None, values, mask, token_rewards=per_token, **options)
     torch.testing.assert_close(shaped.advantages, plain.advantages)
     torch.testing.assert_close(shaped.returns, plain.returns)
     torch.testing.assert_close(shaped.moments, moments(shaped.advantages, mask))
@@ -80,8 +82,10 @@ def test_masked_slots_change_no_bit(seed, garbage):
     runs = [
         (
             discounted_returns(scores, mask, gamma=0.9, kl=kl, kl_coef=0.1).advantages,
-            *both(gae_advantages(kl, values, mask, gamma=0.9, gae_lambda=0.8, bootstrap_values=scores)),
-            discounted_returns(kl, mask, gamma=0.9).advantages,
+            *both(
+                gae_advantages(None, values, mask, token_rewards=kl, gamma=0.9, gae_lambda=0.8, bootstrap_values=scores)
+            ),
+            discounted_returns(None, mask, token_rewards=kl, gamma=0.9).advantages,
             whiten(kl, mask),
         )
         for kl, values, scores in (clean, dirty)
@@ -95,16 +99,58 @@ def test_gae_by_hand():
     mask = torch.ones(1, 3, dtype=torch.bool)
     rewards, values = torch.tensor([[0.0, 0, 1]]), torch.tensor([[0.5, 1, 2]])
     # gamma = lambda = 0.5. A_2 = 1 - 2; A_1 = (0.5*2 - 1) + 0.25*A_2; A_0 = (0.5*1 - 0.5) + 0.25*A_1; return = A + V
-    advantages, returns = both(gae_advantages(rewards, values, mask, gamma=0.5, gae_lambda=0.5))
+    advantages, returns = both(gae_advantages(None, values, mask, token_rewards=rewards, gamma=0.5, gae_lambda=0.5))
     assert advantages.tolist() == [[-0.0625, -0.25, -1]]
     assert returns.tolist() == [[0.4375, 0.75, 1]]
+
+
+# A conversation of two turns: tokens 0 and 1 are sampled, 2 and 3 are an observation, 4 and 5 are sampled
+CONVERSATION = torch.tensor([[1, 1, 0, 0, 1, 1]]).bool()
+TURNS = torch.tensor([[0, 0, 0, 0, 1, 1]])
+
+
+def test_gae_over_an_observation_by_hand():
+    values, rewards = torch.tensor([[1.0, 2, math.nan, math.nan, 4, 2]]), torch.tensor([3.0])
+    per_turn = torch.tensor([[0.0, 1, math.nan, math.nan, 0, 0]])
+    found = gae_advantages(rewards, values, CONVERSATION, token_rewards=per_turn, gamma=0.5, gae_lambda=0.5)
+    # A_5 = 3 - 2 = 1. A_4 = 0.5*2 - 4 + 0.25*1 = -2.75. The value 4, which knows the observation, bootstraps token 1:
+    # A_1 = 1 + 0.5*4 - 2 + 0.25*-2.75 = 0.3125. A_0 = 0.5*2 - 1 + 0.25*0.3125 = 0.078125.
+    assert found.advantages.tolist() == [[0.078125, 0.3125, 0, 0, -2.75, 1]]
+    assert found.returns.tolist() == [[1.078125, 2.3125, 0, 0, 1.25, 3]]
+    assert found.moments[0] == 4
+
+
+def test_turn_gamma_discounts_once_per_turn_by_hand():
+    values, rewards = torch.tensor([[1.0, 2, 9, 9, 4, 2]]), torch.tensor([3.0])
+    options = {"gamma": 0.5, "gae_lambda": 0.5, "turn_ids": TURNS, "turn_gamma": 0.5}
+    found = gae_advantages(rewards, values, CONVERSATION, **options)
+    # Between the turns gamma is 0.25: A_1 = 0.25*4 - 2 + 0.125*-2.75 = -1.34375, A_0 = 0.5*2 - 1 + 0.25*A_1.
+    assert found.advantages.tolist() == [[-0.3359375, -1.34375, 0, 0, -2.75, 1]]
+    returns = discounted_returns(rewards, CONVERSATION, gamma=1.0, turn_ids=TURNS, turn_gamma=0.5)
+    assert returns.advantages.tolist() == [[1.5, 1.5, 0, 0, 3, 3]]
+
+
+def test_a_turn_ends_where_the_next_sampled_token_is_of_another_turn():
+    mask = torch.tensor([[1, 1, 0, 1, 1, 0], [1, 1, 1, 1, 0, 0], [0, 1, 0, 0, 1, 0], [0, 0, 0, 0, 0, 0]])
+    turns = torch.tensor([[0, 0, 9, 1, 2, 7], [0, 0, 0, 0, 7, 7], [5, 0, 5, 5, 1, 5], [0, 1, 2, 3, 4, 5]])
+    expected = [[0, 1, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]]
+    assert turn_ends(turns, mask).int().tolist() == expected
+
+
+def test_kl_in_the_reward_over_an_observation_by_hand():
+    kl = torch.tensor([[1.0, 2, math.nan, math.nan, 3, 4]])
+    assert paid(torch.tensor([1.0]), CONVERSATION, kl=kl, kl_coef=0.5) == [[-0.5, -1, 0, 0, -1.5, -1]]
+    to_come = discounted_returns(torch.tensor([1.0]), CONVERSATION, gamma=1, kl=kl, kl_coef=0.5).advantages
+    assert to_come.tolist() == [[-4, -3.5, 0, 0, -2.5, -1]]
 
 
 def test_gae_with_a_lambda_per_row_by_hand():
     rewards, mask = torch.tensor([[0.0, 0, 1], [0, 0, 1]]), torch.ones(2, 3, dtype=torch.bool)
     lambdas = torch.tensor([0.5, 1])
     # Values are 0, so A_t = R_t + gamma * lambda * A_{t+1}, with a factor of 0.25 and of 0.5.
-    advantages, _ = both(gae_advantages(rewards, torch.zeros(2, 3), mask, gamma=0.5, gae_lambda=lambdas))
+    advantages, _ = both(
+        gae_advantages(None, torch.zeros(2, 3), mask, token_rewards=rewards, gamma=0.5, gae_lambda=lambdas)
+    )
     assert advantages.tolist() == [[0.0625, 0.25, 1], [0.25, 0.5, 1]]
 
 
@@ -123,7 +169,7 @@ def test_discounted_returns_by_hand():
     rewards = torch.tensor([[1.0, 2, 4, 9], [1, 9, 4, 9], [9, 9, 9, 9]])
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 0], [0, 0, 0, 0]])
     # gamma 0.5. Row 0: 4, 2 + 0.5*4, 1 + 0.5*4. Row 1 skips its gap: 4, 1 + 0.5*4.
-    returns = discounted_returns(rewards, mask, gamma=0.5).advantages
+    returns = discounted_returns(None, mask, token_rewards=rewards, gamma=0.5).advantages
     assert returns.tolist() == [[3, 4, 4, 0], [3, 0, 4, 0], [0, 0, 0, 0]]
 
 
@@ -135,11 +181,15 @@ def test_undiscounted_reward_reaches_every_token():
 def test_discounted_returns_name_the_wrong_input():
     x = torch.ones(2, 2)
     with pytest.raises(ValueError, match=r"gamma must lie in \[0, 1\], got 1.5"):
-        discounted_returns(x, x, gamma=1.5)
+        discounted_returns(None, x, token_rewards=x, gamma=1.5)
+    with pytest.raises(ValueError, match=r"turn_gamma must lie in \[0, 1\], got -1"):
+        discounted_returns(None, x, token_rewards=x, gamma=1, turn_gamma=-1)
     with pytest.raises(ValueError, match=r"response_mask \[1, 2\]"):
-        discounted_returns(x, x[:1], gamma=1)
-    with pytest.raises(ValueError, match="rewards is nan in row 0, token 1"):
-        discounted_returns(torch.tensor([[0, math.nan]]), torch.ones(1, 2), gamma=1)
+        discounted_returns(None, x[:1], token_rewards=x, gamma=1)
+    with pytest.raises(ValueError, match=r"turn_ids \[1, 2\]"):
+        discounted_returns(None, x, token_rewards=x, gamma=1, turn_ids=x[:1].long(), turn_gamma=0.5)
+    with pytest.raises(ValueError, match="token_rewards is nan in row 0, token 1"):
+        discounted_returns(None, torch.ones(1, 2), token_rewards=torch.tensor([[0, math.nan]]), gamma=1)
 
 
 def test_overlong_penalty_by_hand():
@@ -159,17 +209,21 @@ def test_overlong_penalty_by_hand():
 def test_rows_do_not_depend_on_each_other():
     rewards, values, mask = random_batch(3)
     bootstrap = torch.linspace(-1, 1, len(mask))
-    together = both(gae_advantages(rewards, values, mask, gamma=0.9, gae_lambda=0.8, bootstrap_values=bootstrap))
+    options = {"gamma": 0.9, "gae_lambda": 0.8}
+    together = both(gae_advantages(None, values, mask, token_rewards=rewards, bootstrap_values=bootstrap, **options))
     for b, length in enumerate(mask.sum(1)):
-        alone = (x[b : b + 1, :length] for x in (rewards, values, mask))
-        results = gae_advantages(*alone, gamma=0.9, gae_lambda=0.8, bootstrap_values=bootstrap[b : b + 1])
+        alone = (x[b : b + 1, :length] for x in (values, mask))
+        own = {"token_rewards": rewards[b : b + 1, :length], "bootstrap_values": bootstrap[b : b + 1]}
+        results = gae_advantages(None, *alone, **own, **options)
         for ours, expected in zip(together, both(results), strict=True):
             assert torch.equal(ours[b, :length], expected[0])
 
 
 def test_advantages_carry_no_gradient():
     rewards, values, mask = random_batch(0)
-    advantages, returns = both(gae_advantages(rewards, values.requires_grad_(), mask, gamma=1, gae_lambda=0.95))
+    advantages, returns = both(
+        gae_advantages(None, values.requires_grad_(), mask, token_rewards=rewards, gamma=1, gae_lambda=0.95)
+    )
     assert not advantages.requires_grad and not returns.requires_grad
 
 
@@ -185,12 +239,13 @@ def test_advantages_carry_no_gradient():
         ({"bootstrap_values": torch.ones(3)}, "bootstrap_values"),
         ({"bootstrap_values": torch.tensor([0, math.inf])}, "bootstrap_values is inf in row 1"),
         ({"values": torch.tensor([[0.0, 0], [0, math.nan]])}, "values is nan in row 1, token 1"),
-        ({"rewards": torch.tensor([[0, -math.inf], [0, 0]])}, "rewards is -inf in row 0, token 1"),
+        ({"token_rewards": torch.tensor([[0, -math.inf], [0, 0]])}, "token_rewards is -inf in row 0, token 1"),
+        ({"turn_gamma": 1.5}, r"turn_gamma must lie in \[0, 1\], got 1.5"),
     ],
 )
 def test_gae_names_the_wrong_input(changes, message):
     x = torch.ones(2, 2)
-    good = {"rewards": x, "values": x, "response_mask": x.bool(), "gamma": 1, "gae_lambda": 1}
+    good = {"rewards": x[0], "token_rewards": x, "values": x, "response_mask": x.bool(), "gamma": 1, "gae_lambda": 1}
     with pytest.raises(ValueError, match=message):
         gae_advantages(**{**good, **changes})
 

@@ -178,23 +178,26 @@ def test_all_logits_never_exist() -> None:
     assert largest.num_elements < 16384 * 151936 / 8
 
 
-@pytest.mark.parametrize("mode", ["zero", "carry"])
 @pytest.mark.parametrize("shape", [(512, 1024), (33, 8191), (4, 100_000)], ids=str)
-def test_scan_is_the_loop(shape, mode) -> None:
+def test_scan_is_the_loop(shape) -> None:
     torch.manual_seed(0)
     rewards, values = torch.randn(2, *shape, device="cuda")
     mask = torch.rand(shape, device="cuda") < 0.9
     gae_lambda = torch.rand(shape[0], device="cuda")
-    wanted = reference.gae(rewards.double().cpu(), values.double().cpu(), mask.cpu(), 0.99, gae_lambda.cpu(), mode)
-    ours = gae(rewards, values, mask, 0.99, gae_lambda, mode)
+    exact = [x.cpu() for x in (rewards.double(), values.double(), mask)]
+    wanted = reference.gae(*exact, 0.99, gae_lambda.cpu())
+    ours = gae(rewards, values, mask, 0.99, gae_lambda)
     assert (ours.double().cpu() - wanted).abs().max() <= 1e-5 * wanted.abs().max()
-    result = gae_with_moments(
-        values, mask, gamma=0.99, gae_lambda=gae_lambda, mode=mode, token_rewards=rewards, kl=rewards, kl_coef=0.0
-    )
+    options = {"gamma": 0.99, "gae_lambda": gae_lambda, "token_rewards": rewards, "kl": rewards, "kl_coef": 0.0}
+    result = gae_with_moments(values, mask, **options)
     assert torch.equal(result.advantages, ours)
     white = whiten(ours, mask, result.moments)[mask].double()
     assert abs(float(white.mean())) < 1e-4 and abs(float(white.square().mean()) - 1) < 1e-4
     assert gae_kernels.merge_moments(result.moments[None]).tolist() == pytest.approx(result.moments.tolist())
+    turn_ends = torch.rand(shape, device="cuda") < 0.05
+    wanted = reference.gae(*exact, 0.99, gae_lambda.cpu(), turn_ends=turn_ends.cpu(), turn_gamma=0.5)
+    by_turn = gae_with_moments(values, mask, turn_ends=turn_ends, turn_gamma=0.5, **options).advantages
+    assert (by_turn.double().cpu() - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
 TRAIN = """
@@ -271,9 +274,10 @@ for T, H, V in ((1, 32, 17), (37, 96, 1003), (130, 72, 2050)):
 for B, L in ((1, 1), (3, 257), (5, 4099)):
     rewards, values = torch.randn(2, B, L, device=device)
     mask = torch.rand(B, L, device=device) < 0.9
-    for mode in ("zero", "carry"):
+    for turn_ends in (None, ~mask.roll(-1, 1)):
         found = gae_with_moments(
-            values, mask, gamma=0.99, gae_lambda=0.95, mode=mode, token_rewards=rewards, kl=rewards, kl_coef=0.1
+            values, mask, gamma=0.99, gae_lambda=0.95, token_rewards=rewards, kl=rewards, kl_coef=0.1,
+            turn_ends=turn_ends, turn_gamma=0.5,
         )
         whiten(found.advantages, mask, found.moments)
 if device == "cuda":

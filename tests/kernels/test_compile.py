@@ -113,18 +113,17 @@ def test_finish_kernel(is_full):
     compiled(kernels.hybrid_rl_finish_kernel, arguments, num_warps=4)
 
 
-@pytest.mark.parametrize("is_carry", [False, True])
 @pytest.mark.parametrize("is_packed, has_all", [(False, False), (True, True)])
-def test_gae_kernels(is_carry, is_packed, has_all):
+def test_gae_kernels(is_packed, has_all):
     optional = ("returns_ptr", "moments_ptr", "bootstrap_ptr", "scores_ptr", "kl_ptr", "decay_ptr")
     arguments = {
         **dict.fromkeys(("advantages_ptr", "rewards_ptr", "values_ptr"), F),
         **dict.fromkeys(optional, F if has_all else None),
-        **dict.fromkeys(("gamma", "decay", "kl_coef"), FLOAT),
+        **dict.fromkeys(("gamma", "decay", "kl_coef", "turn_gamma"), FLOAT),
         "mask_ptr": "*i1",
+        "turn_ends_ptr": "*i1" if has_all else None,
         "ends_ptr": "*i32" if is_packed else None,
         "row_length": INT,
-        "IS_CARRY": is_carry,
         "BLOCK": gae_kernels.MAX_BLOCK,
     }
     compiled(gae_kernels.hybrid_rl_gae_kernel, arguments, num_warps=8)
@@ -132,14 +131,13 @@ def test_gae_kernels(is_carry, is_packed, has_all):
 
 def test_gae_exchanges_one_map_per_thread_between_lanes():
     pointers = ("advantages_ptr", "returns_ptr", "moments_ptr", "rewards_ptr", "values_ptr")
-    absent = ("bootstrap_ptr", "scores_ptr", "kl_ptr", "decay_ptr", "ends_ptr")
+    absent = ("bootstrap_ptr", "scores_ptr", "kl_ptr", "turn_ends_ptr", "decay_ptr", "ends_ptr")
     arguments = {
         **dict.fromkeys(pointers, F),
         **dict.fromkeys(absent, None),
-        **dict.fromkeys(("gamma", "decay", "kl_coef"), FLOAT),
+        **dict.fromkeys(("gamma", "decay", "kl_coef", "turn_gamma"), FLOAT),
         "mask_ptr": "*i1",
         "row_length": INT,
-        "IS_CARRY": False,
         "BLOCK": 2048,
     }
     ptx = compiled(gae_kernels.hybrid_rl_gae_kernel, arguments, num_warps=8).asm["ptx"]

@@ -85,8 +85,8 @@ def test_what_does_not_fit_is_refused():
         gae_with_moments(torch.ones(2, 1), mask, **options)
     with pytest.raises(ValueError, match="scores must be"):
         gae_with_moments(x, mask, scores=torch.ones(3), **options)
-    with pytest.raises(ValueError, match="mode must be"):
-        gae_with_moments(x, mask, mode="skip", **options)
+    with pytest.raises(ValueError, match=r"turn_ends \[2, 1\]"):
+        gae_with_moments(x, mask, turn_ends=mask[:, :1], turn_gamma=0.5, **options)
     with pytest.raises(ValueError, match="response_mask must be"):
         gae_with_moments(x, mask, cu_seqlens=torch.tensor([0, 3]), **options)
     with pytest.raises(ValueError, match="mask"):

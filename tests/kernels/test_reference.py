@@ -264,15 +264,24 @@ def test_gae_by_hand():
     assert gae(rewards, values, mask, 0.5, 0.5, bootstrap_values=torch.tensor([4.0])).tolist() == [[0.0625, 0.25, 1]]
 
 
-def test_gae_over_a_gap_by_hand():
+def test_gae_skips_a_gap_by_hand():
     rewards, values, mask = row(0, 9, 1, 9), row(0.5, 9, 2, 9), torch.tensor([[1, 0, 1, 0]])
-    # zero. t=2: 1 - 2 = -1. gap: 0 + 0.5*2 - 0 = 1, + 0.25*-1 = 0.75. t=0: 0 + 0.5*0 - 0.5 = -0.5, + 0.25*0.75
-    assert gae(rewards, values, mask, 0.5, 0.5, "zero").tolist() == [[-0.3125, 0, -1, 0]]
-    # carry. t=2: -1. t=0: 0 + 0.5*2 - 0.5 = 0.5, + 0.25*-1
-    assert gae(rewards, values, mask, 0.5, 0.5, "carry").tolist() == [[0.25, 0, -1, 0]]
+    # t=2: 1 - 2 = -1. t=0 is followed by t=2: 0 + 0.5*2 - 0.5 = 0.5, + 0.25*-1.
+    assert gae(rewards, values, mask, 0.5, 0.5).tolist() == [[0.25, 0, -1, 0]]
     # The bootstrap belongs to the last sampled token, behind which only padding lies: t=2: 1 + 0.5*4 - 2 = 1.
-    for mode, first in {"zero": -0.5 + 0.25 * (1 + 0.25), "carry": 0.5 + 0.25}.items():
-        assert gae(rewards, values, mask, 0.5, 0.5, mode, torch.tensor([4.0])).tolist() == [[first, 0, 1, 0]]
+    assert gae(rewards, values, mask, 0.5, 0.5, torch.tensor([4.0])).tolist() == [[0.5 + 0.25, 0, 1, 0]]
+
+
+def test_gae_discounts_from_turn_to_turn_by_hand():
+    rewards, values, mask = row(1, 9, 0, 1), row(0.5, 9, 1, 2), torch.tensor([[1, 0, 1, 1]])
+    ends = torch.tensor([[1, 1, 0, 0]])  # the gap's entry is not read
+    # t=3: 1 - 2 = -1. t=2: 0.5*2 - 1 = 0, + 0.25*-1. t=0, where gamma is 0.5*0.5: 1 + 0.25*1 - 0.5 = 0.75,
+    # + 0.25*0.5*-0.25.
+    found = gae(rewards, values, mask, 0.5, 0.5, turn_ends=ends, turn_gamma=0.5)
+    assert found.tolist() == [[0.75 - 0.03125, 0, -0.25, -1]]
+    # Nothing passes from a turn to the one before it.
+    found = gae(rewards, values, mask, 0.5, 0.5, turn_ends=ends, turn_gamma=0.0)
+    assert found.tolist() == [[1 - 0.5, 0, -0.25, -1]]
 
 
 @st.composite
@@ -286,31 +295,33 @@ def gae_cases(draw) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(gae_cases(), st.sampled_from(GARBAGE), st.sampled_from(["zero", "carry"]))
-def test_gae_reads_nothing_outside_the_mask(case, garbage, mode):
+@given(gae_cases(), st.sampled_from(GARBAGE))
+def test_gae_reads_nothing_outside_the_mask(case, garbage):
     rewards, values, mask, bootstrap = case
-    expected = gae(rewards, values, mask, 0.9, 0.8, mode, bootstrap)
+    expected = gae(rewards, values, mask, 0.9, 0.8, bootstrap)
     rewards, values = (torch.where(mask, x, garbage) for x in (rewards, values))
     bootstrap = torch.where(mask.any(1), bootstrap, garbage)
-    assert torch.equal(gae(rewards, values, mask, 0.9, 0.8, mode, bootstrap), expected)
+    assert torch.equal(gae(rewards, values, mask, 0.9, 0.8, bootstrap), expected)
     assert not expected[~mask].any()
 
 
 @settings(max_examples=60, deadline=None)
 @given(gae_cases())
-def test_carry_is_the_row_without_its_gaps(case):
+def test_gae_of_a_row_is_gae_of_the_row_without_its_gaps(case):
     rewards, values, mask, bootstrap = case
-    advantages = gae(rewards, values, mask, 0.9, 0.8, "carry", bootstrap)
+    ends = rewards > 0.5
+    advantages = gae(rewards, values, mask, 0.9, 0.8, bootstrap, turn_ends=ends, turn_gamma=0.7)
     for b, keep in enumerate(mask):
-        alone = (x[b, keep][None] for x in (rewards, values, mask))
-        assert torch.equal(advantages[b, keep], gae(*alone, 0.9, 0.8, "carry", bootstrap[b, None])[0])
+        *alone, own_ends = (x[b, keep][None] for x in (rewards, values, mask, ends))
+        expected = gae(*alone, 0.9, 0.8, bootstrap[b, None], turn_ends=own_ends, turn_gamma=0.7)
+        assert torch.equal(advantages[b, keep], expected[0])
 
 
 @settings(max_examples=60, deadline=None)
-@given(gae_cases(), st.sampled_from(["zero", "carry"]))
-def test_undiscounted_advantage_is_what_is_still_to_come_less_the_value(case, mode):
+@given(gae_cases())
+def test_undiscounted_advantage_is_what_is_still_to_come_less_the_value(case):
     rewards, values, mask, bootstrap = case
-    advantages = gae(rewards, values, mask, 1, 1, mode, bootstrap)
+    advantages = gae(rewards, values, mask, 1, 1, bootstrap)
     to_come = (rewards * mask).flip(1).cumsum(1).flip(1) + bootstrap[:, None]
     torch.testing.assert_close(advantages, (to_come - values) * mask, rtol=1e-5, atol=1e-5)
 
@@ -318,21 +329,20 @@ def test_undiscounted_advantage_is_what_is_still_to_come_less_the_value(case, mo
 def test_gae_with_a_lambda_per_row_by_hand():
     rewards, values, mask = torch.zeros(2, 3), torch.zeros(2, 3), torch.tensor([[1, 1, 1], [1, 0, 1]])
     rewards[:, 2] = 1
-    # Each step back multiplies by gamma * lambda: 0.5 * 0.5 in row 0, 0.5 * 1 in row 1, whose gap is a step or none.
+    # Each step back multiplies by gamma * lambda: 0.5 * 0.5 in row 0, 0.5 * 1 in row 1, whose gap is no step.
     gae_lambda = torch.tensor([0.5, 1])
-    assert gae(rewards, values, mask, 0.5, gae_lambda).tolist() == [[0.0625, 0.25, 1], [0.25, 0, 1]]
-    assert gae(rewards, values, mask, 0.5, gae_lambda, "carry").tolist() == [[0.0625, 0.25, 1], [0.5, 0, 1]]
+    assert gae(rewards, values, mask, 0.5, gae_lambda).tolist() == [[0.0625, 0.25, 1], [0.5, 0, 1]]
 
 
 @settings(max_examples=60, deadline=None)
-@given(gae_cases(), st.sampled_from(["zero", "carry"]), st.data())
-def test_each_row_decays_by_its_own_lambda(case, mode, data):
+@given(gae_cases(), st.data())
+def test_each_row_decays_by_its_own_lambda(case, data):
     rewards, values, mask, bootstrap = case
     lambdas = data.draw(st.lists(st.floats(0, 1), min_size=len(mask), max_size=len(mask)))
     per_row = torch.tensor(lambdas, dtype=torch.float64)
-    advantages = gae(rewards, values, mask, 0.97, per_row, mode, bootstrap)
+    advantages = gae(rewards, values, mask, 0.97, per_row, bootstrap)
     for b, gae_lambda in enumerate(lambdas):
-        assert torch.equal(advantages[b], gae(rewards, values, mask, 0.97, gae_lambda, mode, bootstrap)[b])
+        assert torch.equal(advantages[b], gae(rewards, values, mask, 0.97, gae_lambda, bootstrap)[b])
 
 
 def test_one_step_advantage_is_the_temporal_difference():
@@ -357,5 +367,5 @@ def test_gae_refuses_what_does_not_fit():
     for gae_lambda in (torch.ones(3), torch.ones(2, 1), torch.tensor(1.0)):
         with pytest.raises(ValueError, match="gae_lambda"):
             gae(x, x, x, 1, gae_lambda)
-    with pytest.raises(ValueError, match="mode must be"):
-        gae(x, x, x, 1, 1, "skip")
+    with pytest.raises(ValueError, match=r"turn_ends \[2, 1\]"):
+        gae(x, x, x, 1, 1, turn_ends=torch.ones(2, 1))
