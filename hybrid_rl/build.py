@@ -122,7 +122,7 @@ def build_in(folder: RunFolder, prepared: Prepared, world: World, opened: list[C
         for name, part in run.counters.items():
             part.load_state_dict(state[name])
     folder.write_record(step=run.steps_done, environment=environment(world))
-    recorder.open(run.steps_done + 1)
+    recorder.open(run.steps_done + 1, run_id=folder.run_id)
     grow_segments(world.device, is_on=True)
     # DeepSpeed collects garbage in every offload; frozen, the objects of all imports are not visited each time.
     gc.collect()

@@ -28,6 +28,7 @@ from hybrid_rl.planning.plan import Machine, Plan
 from hybrid_rl.planning.run_bytes import disk_uses, host_uses
 from hybrid_rl.planning.shapes import Shapes, read_shapes
 from hybrid_rl.planning.startup import measure_machine, plan_run
+from hybrid_rl.monitoring.trackers.libraries import check_trackers
 from hybrid_rl.validate import check_ranks, validate
 from hybrid_rl.weights.layout import why_not_alias
 
@@ -194,6 +195,8 @@ def _check_memory(checks: Checks, config: Config, shapes: Shapes, plan: Plan, si
     checks.run(lambda: check_memory(host))
     if site.is_cpu:
         aliased = dtype_bytes * shapes.actor.num_params * is_aliased
+    if site.world.is_main:
+        checks.run(partial(check_trackers, config.run.trackers))
         bucket = aliased or sum(a.num_bytes for a in plan.allocations if a.name == "staging bucket")
         checks.run(lambda: check_buckets(bucket, num_ranks=num_ranks))
     elif reason := why_little_shared_memory(num_ranks):

@@ -1,4 +1,4 @@
-"""Files of metrics and rollouts: metrics.jsonl, TensorBoard events and rollouts/step_*.jsonl."""
+"""Files of metrics and rollouts: metrics.jsonl and rollouts/step_*.jsonl."""
 
 import json
 import logging
@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.atomic import append, make_folder, set_aside, write_atomically, writing
-from hybrid_rl.monitoring.events import EventsFile
 from hybrid_rl.printable import printable
 
 logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Writes a row of metrics per step to metrics.jsonl and to TensorBoard."""
+    """Writes a row of metrics per step to metrics.jsonl."""
 
     def __init__(self, run_dir: Path, resume_step: int = 0) -> None:
-        """Start the files of a run, and delete the rows from `resume_step` on, which the run writes again.
+        """Start the file of a run, and delete the rows from `resume_step` on, which the run writes again.
 
         Lines that are no rows are left out with a warning; the damaged file is kept under another name. Half a line
         at the end, which a killed process leaves, is left out without one.
@@ -29,7 +28,6 @@ class MetricsWriter:
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._last_step = kept[-1]["step"] if kept else -1
         self._path = path
-        self._events = EventsFile(run_dir / "tensorboard", resume_step=resume_step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the row of a step and flush it to the disk.
@@ -46,7 +44,6 @@ class MetricsWriter:
         values = {name: float(value) for name, value in metrics.items()}
         append(self._path, json.dumps({"step": step, **values}).encode() + b"\n")
         self._last_step = step
-        self._events.write(step, values)
 
 
 def write_rollouts(run_dir: Path, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:

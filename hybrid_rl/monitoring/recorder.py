@@ -20,10 +20,14 @@ from hybrid_rl.distributed import World, show_work
 from hybrid_rl.errors import close_each
 from hybrid_rl.monitoring.activity import Activity
 from hybrid_rl.monitoring.metrics import MetricsWriter, delete_rollouts, write_rollouts
+from hybrid_rl.monitoring.events import Histogram
 from hybrid_rl.monitoring.progress import Progress
 from hybrid_rl.monitoring.status import Status, rank_name
 from hybrid_rl.monitoring.timeline import CudaProfiler, Timeline
 from hybrid_rl.settings.yaml_format import dump
+from hybrid_rl.monitoring.trackers.content import summary_values
+from hybrid_rl.monitoring.trackers.start import Trackers
+from hybrid_rl.printable import printable
 
 PER_TOKEN = ("kl", "correction/weight", "correction/out")
 """Sums that become means per response token; all others become means per response."""
@@ -62,6 +66,7 @@ class Recorder:
         self._progress: Progress | None = None
         self._status: Status | None = None
         self._is_open = False
+        self._trackers: Trackers | None = None
         self._started = time.monotonic()
 
     def start(self) -> None:
@@ -73,8 +78,13 @@ class Recorder:
         self._config.run_dir.mkdir(parents=True, exist_ok=True)
         self._status = Status(self._config, self._world, self.activity)
 
-    def open(self, first_step: int) -> None:
-        """Start to record at first_step, and delete what the run writes again: later rows and rollouts, the summary."""
+    def open(self, first_step: int, *, run_id: str) -> None:
+        """Start to record at first_step, and delete what the run writes again: later rows and rollouts, the summary.
+
+        Args:
+            first_step: first step of this start.
+            run_id: id of the run, by which trackers continue it.
+        """
         self._is_open = True
         self._config.run_dir.mkdir(parents=True, exist_ok=True)
         if not self._world.is_main:
@@ -89,6 +99,7 @@ class Recorder:
         if first_step > num_steps:
             message = f"all {num_steps} steps of {self._config.run_dir} are done: nothing to train"
             console.print(message, markup=False, highlight=False, soft_wrap=True)
+        self._trackers = Trackers(self._config, run_id, first_step)
         elif self._config.prompts.eval_path and self._config.run.eval_every_steps:
             message = f"accuracy on {self._config.prompts.eval_path} is judged by {self._config.eval_function}"
             origin = "run.eval_function" if self._config.run.eval_function else "run.eval_function = null"
@@ -138,8 +149,10 @@ class Recorder:
         total = sum(self._data_parallel.all_gather(num_tokens))
         row |= {"tokens_per_s": total / seconds, "time/step": seconds}
         row |= {f"time/{name}": value for name, value in self.timeline.take_seconds().items()}
-        self._write_rollouts(step, rollouts, batch)
-        if self._writer and self._progress:
+        self._write_rollouts(step, rollouts, batch, details or [{}] * len(rollouts))
+        histograms: dict[str, Histogram] = {}
+        if self._writer and self._trackers and self._progress:
+            self._trackers.write_histograms(step, histograms)
             self._writer.write(step, row)
             self._progress.show_step(step, row)
         if self._status:
@@ -155,6 +168,7 @@ class Recorder:
             {
                 "prompt_id": rollout.prompt.prompt_id,
                 "prompt": rollout.prompt.text_without_prefill,
+            self._trackers.write(step, row, histograms)
                 "response": rollout.text,
                 "answer": rollout.prompt.answer,
                 "reward": reward,
@@ -174,9 +188,10 @@ class Recorder:
 
     def summary(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
         """Write the first and the last evaluation into summary.json, and print both in a table."""
-        if self._progress:
-            content = json.dumps({"before": before, "after": after}) + "\n"
-            write_atomically(self._config.run_dir / "summary.json", content)
+        if self._progress and self._trackers:
+            evaluations = {"before": before, "after": after}
+            write_atomically(self._config.run_dir / "summary.json", json.dumps(evaluations) + "\n")
+            self._trackers.summarize(summary_values(evaluations))
             self._progress.__exit__(None, None, None)
             self._progress.summary(before, after)
 
@@ -201,7 +216,7 @@ class Recorder:
             parts.append(self._write_timeline)
         if self._status:
             parts.append(partial(self._status.close, error))
-        self._progress = self._writer = self._status = None
+        self._progress = self._writer = self._trackers = self._status = None
         self._is_open = False
         close_each(*parts, error=error)
 
@@ -216,6 +231,8 @@ def _rollout_sums(batch: TrainBatch) -> dict[str, float]:
     }
 
 
+        if self._trackers:
+            parts.append(partial(self._trackers.close, error))
 def environment(world: World) -> dict[str, str | int]:
     """Return device, number of ranks and versions of the packages."""
     gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else f"CPU, {os.cpu_count()} cores"

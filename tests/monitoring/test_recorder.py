@@ -16,6 +16,7 @@ from hybrid_rl.monitoring.recorder import Recorder
 from tests.conftest import make_rollout
 from tests.disks import a_full_disk
 
+RUN_ID = "0123456789abcdef0123456789abcdef"
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 
 
@@ -23,7 +24,7 @@ def write_steps(config: Config, first_step: int, last_step: int) -> list[dict[st
     rollouts = [make_rollout(response_ids=[3]), make_rollout(response_ids=[3] * 3, prompt_id=1, is_truncated=True)]
     batch = make_train_batch(rollouts).with_fields(rewards=torch.tensor([1.0, 0.0]))
     with Recorder(config, ALONE, ALONE) as recorder:
-        recorder.open(first_step)
+        recorder.open(first_step, run_id=RUN_ID)
         with recorder.timeline.span("rollout", phase="rollout"):
             pass
         rows = [
@@ -73,7 +74,7 @@ def test_a_finished_run_says_so_in_one_line(
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     with Recorder(config, ALONE, ALONE) as recorder:
-        recorder.open(4)
+        recorder.open(4, run_id=RUN_ID)
     assert f"all 3 steps of {config.run_dir} are done: nothing to train\n" in capsys.readouterr().out
 
 
@@ -119,7 +120,7 @@ def test_rollouts_of_the_last_steps_stay(config: Config) -> None:
 def step_on_a_full_disk(config: Config, num_bytes: int) -> str:
     """Return the error of a second step, all of whose files end after some bytes."""
     with pytest.raises(FileWriteError) as failed, Recorder(config, ALONE, ALONE) as recorder:
-        recorder.open(1)
+        recorder.open(1, run_id=RUN_ID)
         rollouts = [make_rollout(response_ids=[3])]
         batch = make_train_batch(rollouts).with_fields(rewards=torch.tensor([1.0]))
         recorder.step(1, rollouts, batch, {}, {})
