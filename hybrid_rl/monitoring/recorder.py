@@ -1,6 +1,7 @@
 """The record of a run: metrics, rollouts, timeline, settings and versions in its folder, progress on the display."""
 
 import json
+import logging
 import os
 import platform
 import time
@@ -8,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import distributions
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from rich.console import Console
@@ -19,15 +20,17 @@ from hybrid_rl.config import Config, as_dict, check
 from hybrid_rl.distributed import World, show_work
 from hybrid_rl.errors import close_each
 from hybrid_rl.monitoring.activity import Activity
-from hybrid_rl.monitoring.metrics import MetricsWriter, delete_rollouts, write_rollouts
 from hybrid_rl.monitoring.events import Histogram
+from hybrid_rl.monitoring.metrics import MetricsWriter, delete_rollouts, write_rollouts
 from hybrid_rl.monitoring.progress import Progress
 from hybrid_rl.monitoring.status import Status, rank_name
 from hybrid_rl.monitoring.timeline import CudaProfiler, Timeline
-from hybrid_rl.settings.yaml_format import dump
 from hybrid_rl.monitoring.trackers.content import summary_values
 from hybrid_rl.monitoring.trackers.start import Trackers
 from hybrid_rl.printable import printable
+from hybrid_rl.settings.yaml_format import dump
+
+logger = logging.getLogger(__name__)
 
 PER_TOKEN = ("kl", "correction/weight", "correction/out")
 """Sums that become means per response token; all others become means per response."""
@@ -63,10 +66,10 @@ class Recorder:
         self._data_parallel = data_parallel
         self._profiler = CudaProfiler(config.run.profile_steps)
         self._writer: MetricsWriter | None = None
+        self._trackers: Trackers | None = None
         self._progress: Progress | None = None
         self._status: Status | None = None
         self._is_open = False
-        self._trackers: Trackers | None = None
         self._started = time.monotonic()
 
     def start(self) -> None:
@@ -96,10 +99,10 @@ class Recorder:
             (run_dir / "summary.json").unlink(missing_ok=True)
             delete_rollouts(run_dir, first_step=first_step)
         self._writer = MetricsWriter(run_dir, resume_step=first_step)
+        self._trackers = Trackers(self._config, run_id, first_step)
         if first_step > num_steps:
             message = f"all {num_steps} steps of {self._config.run_dir} are done: nothing to train"
             console.print(message, markup=False, highlight=False, soft_wrap=True)
-        self._trackers = Trackers(self._config, run_id, first_step)
         elif self._config.prompts.eval_path and self._config.run.eval_every_steps:
             message = f"accuracy on {self._config.prompts.eval_path} is judged by {self._config.eval_function}"
             origin = "run.eval_function" if self._config.run.eval_function else "run.eval_function = null"
@@ -107,6 +110,12 @@ class Recorder:
         self._progress = Progress(num_steps, first_step, console)
         self._progress.__enter__()
         self._started = time.monotonic()
+
+    def say(self, line: str) -> None:
+        """Write a line about the run into the log and, on rank 0, on the display."""
+        logger.info(line)
+        if self._world.is_main:
+            Console().print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
     def show_phase(self, phase: str, step: int) -> None:
         """Show the current phase, and start the profiler with the first phase of its first step."""
@@ -129,6 +138,9 @@ class Recorder:
         batch: TrainBatch,
         sums: Mapping[str, float],
         metrics: Mapping[str, float],
+        *,
+        counts: Mapping[str, float] | None = None,
+        details: Sequence[Mapping[str, Any]] = (),
     ) -> dict[str, float]:
         """Write a finished step and return its row of metrics.
 
@@ -139,10 +151,12 @@ class Recorder:
             sums: sums over this rank's responses, which become means over all ranks: per response token for the names
                 in PER_TOKEN, per response for the others.
             metrics: values that all ranks have.
+            counts: number of this rank's responses that have the value, for sums of which not every response has one.
+            details: further columns of each response, for the file of rollouts.
         """
         num_tokens = int(batch.response_mask.sum())
         sums = dict(sums) | _rollout_sums(batch)
-        counts = {name: num_tokens if name in PER_TOKEN else len(batch) for name in sums}
+        counts = {name: num_tokens if name in PER_TOKEN else len(batch) for name in sums} | dict(counts or {})
         row = self._data_parallel.means(sums, counts) | dict(metrics)
         self._profiler.after(step)
         seconds = time.monotonic() - self._started
@@ -154,6 +168,7 @@ class Recorder:
         if self._writer and self._trackers and self._progress:
             self._trackers.write_histograms(step, histograms)
             self._writer.write(step, row)
+            self._trackers.write(step, row, histograms)
             self._progress.show_step(step, row)
         if self._status:
             self._status.show_step(step, row)
@@ -162,20 +177,22 @@ class Recorder:
         self._started = time.monotonic()
         return row
 
-    def _write_rollouts(self, step: int, rollouts: Sequence[Rollout], batch: TrainBatch) -> None:
+    def _write_rollouts(
+        self, step: int, rollouts: Sequence[Rollout], batch: TrainBatch, details: Sequence[Mapping[str, Any]]
+    ) -> None:
         assert batch.rewards is not None
         rows = [
             {
                 "prompt_id": rollout.prompt.prompt_id,
                 "prompt": rollout.prompt.text_without_prefill,
-            self._trackers.write(step, row, histograms)
                 "response": rollout.text,
                 "answer": rollout.prompt.answer,
                 "reward": reward,
-                "num_tokens": len(rollout.response_ids),
+                "num_tokens": rollout.num_sampled,
                 "is_truncated": rollout.is_truncated,
+                **more,
             }
-            for rollout, reward in zip(rollouts, batch.rewards.tolist(), strict=True)
+            for rollout, reward, more in zip(rollouts, batch.rewards.tolist(), details, strict=True)
         ]
         everyone = self._data_parallel.all_gather(rows)
         if self._world.is_main:
@@ -214,6 +231,8 @@ class Recorder:
             parts.append(partial(self._progress.__exit__, None, None, None))
         if self._is_open:
             parts.append(self._write_timeline)
+        if self._trackers:
+            parts.append(partial(self._trackers.close, error))
         if self._status:
             parts.append(partial(self._status.close, error))
         self._progress = self._writer = self._trackers = self._status = None
@@ -231,8 +250,6 @@ def _rollout_sums(batch: TrainBatch) -> dict[str, float]:
     }
 
 
-        if self._trackers:
-            parts.append(partial(self._trackers.close, error))
 def environment(world: World) -> dict[str, str | int]:
     """Return device, number of ranks and versions of the packages."""
     gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else f"CPU, {os.cpu_count()} cores"
