@@ -40,6 +40,16 @@ class RunConfig:
     """Number of steps whose rollouts stay in `rollouts/`; null keeps all."""
     prometheus_port: int | None = None
     """Port of 127.0.0.1 at which `/metrics` has the metrics of the last step for Prometheus; null opens none."""
+    trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = field(default_factory=lambda: ["tensorboard"])
+    """Trackers that get settings, metrics, histograms, sampled responses and evaluations; all but tensorboard need an
+    extra of the package, such as `hybrid_rl[wandb]`. A tracker that fails does not end the run."""
+    project: str | None = None
+    """Project in Weights & Biases and Trackio, experiment in MLflow; null takes WANDB_PROJECT or
+    MLFLOW_EXPERIMENT_NAME, else hybrid_rl."""
+    tracked_samples: int = 8
+    """Responses in a tracker's table of samples, spread evenly over a step; 0 writes no tables."""
+    tracked_samples_every_steps: int = 10
+    """Steps between tables of samples, the first after step 1."""
     profile_steps: tuple[int, int] | None = None
     """First and last step that Nsight Systems records, see profiling/nsys.sh; null records none."""
     stop_at_accuracy: float | None = None
@@ -52,16 +62,6 @@ class MemoryConfig:
 
     swap: Literal["auto", "vmm", "deepspeed", "off"] = "auto"
     """vmm: the engine sleeps; optimizer state, weights and frozen models move to the host by the native pool.
-    trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = field(default_factory=lambda: ["tensorboard"])
-    """Trackers that get settings, metrics, histograms, sampled responses and evaluations; all but tensorboard need an
-    extra of the package, such as `hybrid_rl[wandb]`. A tracker that fails does not end the run."""
-    project: str | None = None
-    """Project in Weights & Biases and Trackio, experiment in MLflow; null takes WANDB_PROJECT or
-    MLFLOW_EXPERIMENT_NAME, else hybrid_rl."""
-    tracked_samples: int = 8
-    """Responses in a tracker's table of samples, spread evenly over a step; 0 writes no tables."""
-    tracked_samples_every_steps: int = 10
-    """Steps between tables of samples, the first after step 1."""
     deepspeed: the engine sleeps; optimizer state moves by DeepSpeed's offload, and frozen models move; weights stay.
     off: nothing moves, as on a CPU. auto: only what would not fit moves, by vmm where it is built, else by
     deepspeed."""

@@ -24,12 +24,12 @@ from hybrid_rl.machine.network import check_loopback
 from hybrid_rl.machine.packages import check_compilers, check_packages
 from hybrid_rl.memory.tenants import check_pool, uses_pool
 from hybrid_rl.models.loading import choose_dtype
+from hybrid_rl.monitoring.trackers.libraries import check_trackers
 from hybrid_rl.planning.plan import Machine, Plan
 from hybrid_rl.planning.run_bytes import disk_uses, host_uses
 from hybrid_rl.planning.shapes import Shapes, read_shapes
 from hybrid_rl.planning.startup import measure_machine, plan_run
-from hybrid_rl.monitoring.trackers.libraries import check_trackers
-from hybrid_rl.validate import check_ranks, validate
+from hybrid_rl.validate import CANNOT_OFFLOAD, can_offload, check_device, check_ranks, dtype_name, validate
 from hybrid_rl.weights.layout import why_not_alias
 
 logger = logging.getLogger(__name__)
@@ -185,6 +185,8 @@ def _check_machine(checks: Checks, config: Config, site: Site) -> None:
     if site.checks_node:
         for checked in (check_packages, check_temporary_folder, check_loopback, check_open_files):
             checks.run(checked)
+    if site.world.is_main:
+        checks.run(partial(check_trackers, config.run.trackers))
 
 
 def _check_memory(checks: Checks, config: Config, shapes: Shapes, plan: Plan, site: Site, *, is_aliased: bool) -> None:
@@ -195,8 +197,6 @@ def _check_memory(checks: Checks, config: Config, shapes: Shapes, plan: Plan, si
     checks.run(lambda: check_memory(host))
     if site.is_cpu:
         aliased = dtype_bytes * shapes.actor.num_params * is_aliased
-    if site.world.is_main:
-        checks.run(partial(check_trackers, config.run.trackers))
         bucket = aliased or sum(a.num_bytes for a in plan.allocations if a.name == "staging bucket")
         checks.run(lambda: check_buckets(bucket, num_ranks=num_ranks))
     elif reason := why_little_shared_memory(num_ranks):
