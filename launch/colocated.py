@@ -6,14 +6,14 @@ python launch/colocated.py --config my.yaml --update.actor.lr 1e-6
 python launch/colocated.py --help                             every setting
 python launch/colocated.py check --config my.yaml             all mistakes that show before a model loads
 python launch/colocated.py data --config my.yaml              prompts, their lengths, and what the rewards make of them
-python launch/colocated.py plan --config my.yaml --gpus 8     memory and time of a run, without a GPU
+python launch/colocated.py plan --config my.yaml --gpu h100   memory and time of a run, without a GPU
 python launch/colocated.py --from-openrlhf "$(cat train.sh)" > my.yaml
 """
 
 import os
 import sys
 from argparse import REMAINDER, SUPPRESS, Action, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,13 +22,12 @@ if not __package__:  # run as a script, perhaps of a checkout that is not instal
     sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
     __package__ = "launch"
 
-from jsonargparse.typing import PositiveInt  # noqa: E402
-
 from hybrid_rl.config import Config, ConfigError, check  # noqa: E402
 from hybrid_rl.machine.visible_devices import without_spaces  # noqa: E402
 from hybrid_rl.monitoring.signals import handle_signals  # noqa: E402
 from hybrid_rl.printable import escape_messages, printable  # noqa: E402
 
+from .commands import description  # noqa: E402
 from .settings import (  # noqa: E402
     SettingsParser,
     exit_on_config_error,
@@ -37,6 +36,7 @@ from .settings import (  # noqa: E402
     read_settings,
 )
 
+PROGRAM = "python launch/colocated.py"
 NUM_PROCESSES = "Ranks; null takes one per visible GPU, or one on a CPU."
 TRANSLATED = {
     "openrlhf": "OpenRLHF's train_ppo_ray",
@@ -58,98 +58,105 @@ class Translate(Action):
         Raises:
             SystemExit: code 0; 2 if the command line cannot be read, or the printed settings are not complete.
         """
-        from .translate.command import translate
-        from .translate.systems import SYSTEMS
-
-        with exit_on_config_error():
-            translation = translate(SYSTEMS[self.option_strings[0]], list(values or ()))
-            print(translation.text, end="", flush=True)
-            if translation.findings:
-                raise ConfigError(*translation.findings)
+        print_translation(self.option_strings[0], list(values or ()))
         sys.exit(0)
 
 
-def parse(arguments: list[str] | None = None) -> tuple[Config, int | None]:
-    """Return the settings of the run and the number of processes, None for one per visible GPU; see read_settings."""
-    parser = make_translating_parser()
+def print_translation(option: str, words: Sequence[str]) -> None:
+    """Print the settings that correspond to a command line of another system.
+
+    Args:
+        option: `--from-<system>`.
+        words: the command line, quoted as one word or not.
+
+    Raises:
+        SystemExit: with code 2, if the command line cannot be read, or the printed settings are not complete.
+    """
+    from .translate.command import translate
+    from .translate.systems import SYSTEMS
+
+    with exit_on_config_error():
+        translation = translate(SYSTEMS[option], words)
+        print(translation.text, end="", flush=True)
+        if translation.findings:
+            raise ConfigError(*translation.findings)
+
+
+def parse(arguments: list[str] | None = None, program: str = PROGRAM) -> tuple[Config, int | None]:
+    """Return the settings of the run and the number of processes, None for one per visible GPU; see read_settings.
+
+    Args:
+        arguments: the command line; None is the one of this process.
+        program: name of the command in its help; by this and the other functions.
+    """
+    parser = make_translating_parser(program, __doc__ if program == PROGRAM else description("run", program))
     parser.add_argument("--num_processes", type=int | None, default=None, help=NUM_PROCESSES)
     config, settings = read_settings(parser, sys.argv[1:] if arguments is None else arguments)
     return config, settings.num_processes
 
 
-def make_translating_parser() -> SettingsParser:
+def make_translating_parser(program: str, text: str | None) -> SettingsParser:
     """Return a parser that also takes the command line of another system."""
-    parser = make_parser("colocated.py", __doc__)
+    parser = make_parser(program, text)
     for option, program in TRANSLATED.items():
         text = f"Print the settings that correspond to a command line of {program}, with every difference, and exit."
         parser.add_argument(f"--from-{option}", action=Translate, nargs=REMAINDER, default=SUPPRESS, help=text)
     return parser
 
 
-def plan(arguments: list[str]) -> bool:
+def plan(arguments: list[str], program: str = f"{PROGRAM} plan") -> bool:
     """Print what a run would put on each GPU, and return whether it fits; loads nothing and needs no GPU.
 
     Raises:
         SystemExit: an argument cannot be read; with code 2, after one sentence on stderr.
         ConfigError: a setting or a model's folder cannot work.
     """
-    parser = make_translating_parser()
-    parser.add_argument("--gpu-memory", default="80GiB", help="Memory of a GPU, such as 80GiB or 40GB.")
-    parser.add_argument("--gpus", type=PositiveInt, default=1, help="GPUs of a node.")
-    parser.add_argument("--nodes", type=PositiveInt, default=1, help="Nodes.")
-    config, settings = read_settings(parser, arguments)
-    from .plan import show_plan
+    from .machine_options import parse_machine
+    from .plan import add_machine_options, show_plan
 
+    parser = make_translating_parser(program, description("plan", program))
+    add_machine_options(parser)
+    config, settings = read_settings(parser, arguments)
     choose_accelerator()
     return show_plan(prepare(config), parse_machine(settings))
 
 
-def parse_machine(settings: Namespace) -> Any:
-    """Return the machine that `--gpus`, `--gpu-memory` and `--nodes` describe.
-
-    Raises:
-        ConfigError: the memory is not a size.
-    """
-    from hybrid_rl.planning.plan import Machine
-
-    from .plan import parse_bytes
-
-    memory = parse_bytes(settings.gpu_memory, field="--gpu-memory")
-    return Machine(gpu_memory_bytes=memory, num_gpus=settings.gpus, num_nodes=settings.nodes)
-
-
-def check_only(arguments: list[str]) -> None:
+def check_only(arguments: list[str], program: str = f"{PROGRAM} check") -> bool:
     """Print what a run would start with, on this machine or on the GPUs that the arguments describe; loads no model.
+
+    Returns:
+        True: nothing is wrong.
 
     Raises:
         SystemExit: an argument cannot be read; with code 2, after one sentence on stderr.
         ConfigError: everything that is wrong and can be known before a model loads.
     """
-    parser = make_translating_parser()
-    parser.add_argument("--num_processes", type=int | None, default=None, help=NUM_PROCESSES)
-    parser.add_argument("--gpus", type=int | None, default=None, help="GPUs of a node of another machine.")
-    parser.add_argument("--gpu-memory", default="80GiB", help="Memory of a GPU of the other machine.")
-    parser.add_argument("--nodes", type=PositiveInt, default=1, help="Nodes of the other machine.")
-    config, settings = read_settings(parser, arguments)
     from .check import check_run_elsewhere, check_run_here
+    from .machine_options import parse_machine
+    from .plan import add_machine_options
 
+    parser = make_translating_parser(program, description("check", program))
+    parser.add_argument("--num_processes", type=int | None, default=None, help=NUM_PROCESSES)
+    add_machine_options(parser)
+    config, settings = read_settings(parser, arguments)
     choose_accelerator()
-    if settings.gpus is None:
-        check(settings.nodes == 1, f"--nodes {settings.nodes}: needs --gpus, the GPUs of a node")
+    if settings.gpus is None and settings.gpu is None:
+        check(settings.nodes is None, f"--nodes {settings.nodes}: needs --gpus, the GPUs of a node, or --gpu")
         lines = check_run_here(config, settings.num_processes)
     else:
         lines = check_run_elsewhere(config, parse_machine(settings))
     print(printable("\n".join(lines)))
+    return True
 
 
-def data(arguments: list[str]) -> bool:
+def data(arguments: list[str], program: str = f"{PROGRAM} data") -> bool:
     """Print the data of a run, and return whether the rule functions tell answers from empty responses.
 
     Raises:
         SystemExit: an argument cannot be read; with code 2, after one sentence on stderr.
         ConfigError: a setting, a model's folder or the data cannot work.
     """
-    config, _ = read_settings(make_translating_parser(), arguments)
+    config, _ = read_settings(make_translating_parser(program, description("data", program)), arguments)
     from .data import show_data
 
     choose_accelerator()
@@ -182,23 +189,45 @@ def launch(config: Config, num_processes: int) -> None:
         launch_ranks(config, num_processes)
 
 
-def main() -> None:
-    """Read and check the settings, then train or plan; a plan that does not fit exits with code 1."""
+def run(arguments: list[str], program: str = PROGRAM) -> bool:
+    """Check the settings, then train.
+
+    Returns:
+        True: the run has ended as it should.
+    """
+    config, num_processes = parse(arguments, program)
+    from .check import start_checked
+
+    choose_accelerator()
+    launch(*start_checked(config, num_processes))
+    return True
+
+
+COMMANDS: Mapping[str, Callable[[list[str], str], bool]] = {"plan": plan, "check": check_only, "data": data}
+"""First word of a command line -> what it does instead of training."""
+
+
+def execute(command: Callable[[list[str], str], bool], arguments: list[str], program: str) -> None:
+    """Run a command in this process.
+
+    Raises:
+        SystemExit: with code 1, if the command answers no; for errors see hybrid_rl.errors.
+    """
     escape_messages()
     handle_signals()
     os.environ |= without_spaces(os.environ)
     with exit_on_config_error():
-        for name, command in {"plan": plan, "data": data}.items():
-            if sys.argv[1:2] == [name]:
-                sys.exit(0 if command(sys.argv[2:]) else 1)
-        if sys.argv[1:2] == ["check"]:
-            check_only(sys.argv[2:])
-            return
-        config, num_processes = parse()
-        from .check import start_checked
+        if not command(arguments, program):
+            sys.exit(1)
 
-        choose_accelerator()
-        launch(*start_checked(config, num_processes))
+
+def main() -> None:
+    """Train, or run the command that the first word names."""
+    arguments = sys.argv[1:]
+    if arguments and arguments[0] in COMMANDS:
+        execute(COMMANDS[arguments[0]], arguments[1:], f"{PROGRAM} {arguments[0]}")
+    else:
+        execute(run, arguments, PROGRAM)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from yaml import MappingNode, Node
 from hybrid_rl.config import Config, ConfigError, Findings, check
 from hybrid_rl.settings.types import get_setting, section_types, setting_types, shorten, without_null
 
+from .configurations import configurations
 from .renamed import RENAMED, check_one_name
 from .typed_values import is_null, read_argument, read_item, read_yaml
 from .yaml_nodes import Source, compose_settings, entries, given_twice, read_file
@@ -169,11 +170,16 @@ class _Reader:
 
 
 def _open(option: str, value: str) -> Source:
-    """Return the text that an option such as `--config` has as its value, or the text of the file that it names."""
+    """Return the text that an option such as `--config` has as its value, or the text of the file that it names.
+
+    `--config` may also name a settings file of this package; a file of the user counts first.
+    """
     is_text = value.lstrip().startswith("{") or "\n" in value or ": " in value
     if is_text:
         return Source(name=f"--{option}", text=value, is_file=False)
     path = os.path.expanduser(value)
+    if option == "config" and not os.path.exists(path):
+        path = str(configurations().get(value, path))
     check(os.path.exists(path), f"--{option} {shorten(value)}: no such file")
     check(not os.path.isdir(path), f"--{option} {shorten(value)}: is a folder, not a file")
     return read_file(Path(path))

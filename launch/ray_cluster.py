@@ -33,8 +33,10 @@ from hybrid_rl.errors import RankLostError, RunError  # noqa: E402
 from hybrid_rl.printable import escape_messages  # noqa: E402
 from hybrid_rl.settings.types import shorten  # noqa: E402
 
+from .commands import description  # noqa: E402
 from .settings import exit_on_config_error, make_parser, prepare, print_error, read_settings  # noqa: E402
 
+PROGRAM = "python launch/ray_cluster.py"
 FORWARDED = (
     *("CUDA_", "DS_", "GLOO_", "HF_", "HUGGING_FACE_HUB_", "HYBRID_RL_", "NCCL_", "OMP_", "TOKENIZERS_", "TORCH_"),
     *("TRANSFORMERS_", "VLLM_"),
@@ -120,9 +122,14 @@ def _set_place(address: str, port: int) -> None:
     )
 
 
-def parse(arguments: list[str] | None = None) -> tuple[Config, Cluster]:
-    """Return the settings of the run and of the cluster; see read_settings."""
-    parser = make_parser("ray_cluster.py", __doc__)
+def parse(arguments: list[str] | None = None, program: str = PROGRAM) -> tuple[Config, Cluster]:
+    """Return the settings of the run and of the cluster; see read_settings.
+
+    Args:
+        arguments: the command line; None is the one of this process.
+        program: how the command is called, for its help.
+    """
+    parser = make_parser(program, __doc__ if program == PROGRAM else description("ray", program))
     parser.add_argument("--cpu", action="store_true", help="Train on CPUs, one per worker.")
     parser.add_class_arguments(Cluster, skip={"cpu"})
     config, settings = read_settings(parser, sys.argv[1:] if arguments is None else arguments)
@@ -267,12 +274,12 @@ def describe(rank: int, failure: Exception) -> tuple[list[str], int]:
     return [f"rank {rank}: {type(failure).__name__}: {failure}"], 1
 
 
-def main() -> None:
-    """Read and check the settings, then train."""
+def main(arguments: list[str] | None = None, program: str = PROGRAM) -> None:
+    """Read and check the settings, then train; see parse."""
     escape_messages()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))  # on which Ray stops the workers
-    config, cluster = parse()
+    config, cluster = parse(arguments, program)
     try:
         with exit_on_config_error():
             launch(prepare(config), cluster)

@@ -4,14 +4,13 @@ import itertools
 import logging
 import os
 import sys
-from argparse import REMAINDER, Action
+from argparse import REMAINDER, Action, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
-from jsonargparse import ArgumentParser, set_dumper, set_loader, set_parsing_settings
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_dumper, set_loader, set_parsing_settings
 from yaml import YAMLError
 
 from hybrid_rl.config import Config, ConfigError, Findings, as_dict, check
@@ -23,9 +22,10 @@ from hybrid_rl.settings.yaml_format import dump, load
 from hybrid_rl.validate import validate
 
 from .command_line import read_command_line
+from .configurations import FOLDER
 from .renamed import RENAMED
 
-DEMO = Path(__file__).parent / "configs" / "demo.yaml"
+DEMO = FOLDER / "demo.yaml"
 
 FORMAT = "settings"
 """Name under which jsonargparse has the YAML of settings files."""
@@ -41,6 +41,10 @@ OPTION_RANGES = {
 
 # While it is imported, vLLM logs before it reads VLLM_LOGGING_LEVEL. Its engine's process imports the launcher first.
 logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR").upper())
+
+
+class HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
+    """Help texts in which the lines of the description stay as they are."""
 
 
 class SettingsParser(ArgumentParser):
@@ -69,12 +73,24 @@ def _type_of(option: Action) -> Any:
 
 
 def make_parser(program: str, description: str | None) -> SettingsParser:
-    """Return a parser of `--config`; the launcher adds its own options, `read_settings` those of the run."""
+    """Return a parser of `--config`; the launcher adds its own options, `read_settings` the settings of a run.
+
+    Args:
+        program: how the command is called, for its help.
+        description: what it does, for its help.
+    """
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     set_loader(FORMAT, load, (YAMLError,))
     set_dumper(FORMAT, dump)
-    parser = SettingsParser(prog=program, description=description, parser_mode=FORMAT)
-    parser.add_argument("--config", action="config", help="YAML file with any of the settings below.")
+    usage = f"{program} [--config FILE ...] [--OPTION VALUE ...] [--SETTING VALUE ...]"
+    parser = SettingsParser(
+        prog=program, usage=usage, description=description, parser_mode=FORMAT, formatter_class=HelpFormatter
+    )
+    parser.add_argument(
+        "--config",
+        action="config",
+        help="YAML file with any of the settings below, or the name of a configuration of this package, such as grpo.",
+    )
     return parser
 
 
