@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 def informative_rows(scored: Scored, bounds: tuple[float, float]) -> list[int]:
     """Return the rows of the groups whose mean score lies strictly between the bounds, all rounded to float32.
 
-    In float64 a weighted sum such as 0.7 + 0.2 + 0.1 lies below the bound 1.
+    A function may give scores of its own for the filter. In float64 a weighted sum such as 0.7 + 0.2 + 0.1 lies below
+    the bound 1.
 
     Source: Yu et al. 2025 (DAPO), section 3.2: a group of equal scores has no gradient, and with scores of 0 and 1 the
     bounds 0 and 1 exclude these groups.
@@ -25,7 +26,7 @@ def informative_rows(scored: Scored, bounds: tuple[float, float]) -> list[int]:
     groups: dict[int, list[int]] = defaultdict(list)
     for row, rollout in enumerate(scored.rollouts):
         groups[rollout.prompt.prompt_id].append(row)
-    scores = scored.scores.float().tolist()
+    scores = scored.filtered_scores.float().tolist()
     means = torch.tensor([math.fsum(scores[row] for row in rows) / len(rows) for rows in groups.values()])
     low, high = torch.tensor(bounds)
     is_kept = ((low < means) & (means < high)).tolist()
@@ -55,7 +56,7 @@ class DynamicFilter:
         """Keep this rank's groups whose mean score lies between the bounds; a collective."""
         part = scored.select(informative_rows(scored, self._bounds))
         self._kept = part if self._kept is None else self._kept + part
-        sums = [len(scored.scores), float(scored.scores.sum()), len(scored.failed), 0]
+        sums = [len(scored.scores), float(scored.filtered_scores.sum()), len(scored.failed), 0]
         self._sampled += self._world.sum(torch.tensor(sums, dtype=torch.float64)) + torch.tensor([0, 0, 0, 1])
         for seen, kept in self._world.all_gather((_prompt_ids(scored), _prompt_ids(part))):
             self.seen |= seen

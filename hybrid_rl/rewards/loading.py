@@ -1,49 +1,69 @@
 """Names of rule functions in the settings, and the functions themselves, which only worker processes load."""
 
-import functools
 import hashlib
 import inspect
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from hybrid_rl.config import ConfigError, check
+from hybrid_rl.rewards.given import GIVEN, PREFIX, restore
 from hybrid_rl.rewards.reward_files import RewardFiles, RewardFolder, package_root
-from hybrid_rl.rewards.rules import FUNCTIONS, PREPARATIONS, Scorer
+from hybrid_rl.rewards.rules import FUNCTIONS, PREPARATIONS
+from hybrid_rl.rewards.signatures import OWN, Call, Form, arguments_for, is_async, recognise
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuleFunction:
     """A function that is ready to score responses in this process."""
 
-    scorer: Scorer
+    scorer: Callable[..., object]
+    form: Form = OWN
+    """Its signature."""
+    is_async: bool = False
+    """Whether its calls must be awaited."""
     path: Path | None = None
-    """The reward file; None for a function of `rules.FUNCTIONS`."""
+    """The reward file; None for a function of `rules.FUNCTIONS` or one that was given as an object."""
     folder: RewardFolder | None = None
     """The file's folder, which must be active while the function runs."""
 
-    def __call__(self, prompt: Any, response: str) -> object:
-        """Return what the function returns."""
+    @property
+    def runs_together(self) -> bool:
+        """Whether the function gets several responses at once."""
+        return self.form.is_batched or self.is_async
+
+    def __call__(self, call: Call) -> object:
+        """Return what the function returns; an awaitable if it is asynchronous.
+
+        Raises:
+            ValueError: a parameter of the function is no column of the data.
+        """
         if self.folder is not None:
             self.folder.activate()
-        return self.scorer(prompt, response)
+        by_position, by_name = arguments_for(self.scorer, self.form, call)
+        return self.scorer(*by_position, **by_name)
 
 
 def split_name(name: str, *, field: str) -> tuple[Path, str] | None:
-    """Return the file and the function that a name stands for; None for a name in `rules.FUNCTIONS`.
+    """Return the file and the function that a name stands for; None for one that is built in or given as an object.
 
     Args:
-        name: a name in `rules.FUNCTIONS`, or `path.py:function` with a path relative to the working directory.
+        name: a name in `rules.FUNCTIONS`, or `path.py:function` with a path relative to the working directory, or the
+            name of a function that hybrid_rl.train was given.
         field: setting that holds the name.
     Raises:
         ConfigError: the name has another form, or there is no such file.
     """
-    if name in FUNCTIONS:
+    if name in FUNCTIONS or name in GIVEN:
         return None
+    check(
+        not name.startswith(PREFIX),
+        f"{field}: '{name}' is a function that hybrid_rl.train was given: start the run with that program, or put the "
+        "function into a file",
+    )
     path, _, function = name.rpartition(":")
     check(
         path.endswith(".py") and function.isidentifier(),
@@ -55,30 +75,36 @@ def split_name(name: str, *, field: str) -> tuple[Path, str] | None:
 
 
 def reward_file_hashes(names: Sequence[str]) -> dict[str, str]:
-    """Return name -> SHA-256 of its reward file, without the modules that the file imports.
+    """Return name -> SHA-256 of its reward file, without the modules that the file imports, or of a given function.
 
     Names of `rules.FUNCTIONS` are left out.
     """
     places = {name: split_name(name, field="reward.functions") for name in names}
-    return {name: hashlib.sha256(place[0].read_bytes()).hexdigest() for name, place in places.items() if place}
+    files = {name: hashlib.sha256(place[0].read_bytes()).hexdigest() for name, place in places.items() if place}
+    return files | {name: GIVEN[name].digest for name in names if name in GIVEN}
 
 
-def load_functions(names: Sequence[str], *, field: str, report: Callable[[str], None]) -> list[RuleFunction]:
+def load_functions(
+    names: Sequence[str], *, field: str, report: Callable[[str], None], given: Mapping[str, bytes]
+) -> list[RuleFunction]:
     """Import the files of rule functions, each once, and return the functions.
 
     Args:
         names: see `split_name`.
         field: setting that holds the names.
         report: called with each name before its file is imported.
+        given: name -> serialized function, of those that hybrid_rl.train was given.
     Raises:
         ConfigError: some functions cannot be used; one message for each of them, and one for each file that fails.
     """
     files, found, messages, failed = RewardFiles(), [], [], set[Path]()
     for name in names:
         report(name)
-        place = split_name(name, field=field)
+        place = None if name in given else split_name(name, field=field)
         try:
-            if place is None:
+            if name in given:
+                found.append(load_given(name, given[name]))
+            elif place is None:
                 found.append(load_rule(name))
             elif place[0] not in failed:
                 found.append(_load(files, *place))
@@ -101,6 +127,19 @@ def load_rule(name: str) -> RuleFunction:
     if name in PREPARATIONS:
         PREPARATIONS[name]()  # slow, which must not count against the time limit of the first response
     return RuleFunction(scorer=FUNCTIONS[name])
+
+
+def load_given(name: str, content: bytes) -> RuleFunction:
+    """Return a function that hybrid_rl.train was given.
+
+    Raises:
+        ConfigError: a module that it needs cannot be imported, or its signature is not recognised.
+    """
+    try:
+        scorer = restore(content)
+    except Exception as error:
+        raise ConfigError(f"it cannot be rebuilt in a scorer process: {describe(error, None)}") from error
+    return RuleFunction(scorer=scorer, form=recognise(scorer, name.removeprefix(PREFIX)), is_async=is_async(scorer))
 
 
 def describe(error: BaseException, path: Path | None) -> str:
@@ -139,40 +178,14 @@ def _load(files: RewardFiles, path: Path, function: str) -> RuleFunction:
     if not callable(scorer):
         defined = ", ".join(_functions_of(module)) or "none"
         raise ConfigError(f"{path} defines no function '{function}'; its functions: {defined}")
-    _check_call(scorer, function)
-    return RuleFunction(scorer=scorer, path=path, folder=folder)
+    form = recognise(scorer, function)
+    return RuleFunction(scorer=scorer, form=form, is_async=is_async(scorer), path=path, folder=folder)
 
 
 def _functions_of(module: ModuleType) -> Iterator[str]:
     for name, value in vars(module).items():
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_"):
             yield name
-
-
-def _check_call(scorer: Any, name: str) -> None:
-    """Check that an object can be called as scorer(prompt, response) and returns at once."""
-    check(
-        not inspect.isclass(scorer),
-        f"{name} is a class; give a function, or an object with a method __call__(self, prompt, response)",
-    )
-    called = scorer if inspect.isroutine(scorer) or isinstance(scorer, functools.partial) else scorer.__call__
-    check(
-        not (inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called)),
-        f"{name} is an async function; write it with def, and call asyncio.run in it",
-    )
-    check(not inspect.isgeneratorfunction(called), f"{name} is a generator, as it contains yield; return the score")
-    try:
-        signature = inspect.signature(scorer)
-    except (TypeError, ValueError):  # a function in C without a signature
-        return
-    try:
-        arguments = list(signature.bind("prompt", "response").arguments)
-    except TypeError:
-        arguments = []
-    check(
-        bool(arguments) and arguments[0] != "response" and arguments[1:] != ["prompt"],
-        f"its signature is {name}{signature}, but it is called as {name}(prompt, response)",
-    )
 
 
 def _place(error: BaseException, folder: Path) -> str | None:

@@ -4,11 +4,12 @@ The user's code runs in the workers alone: this process neither imports a reward
 """
 
 import logging
+import math
 import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -16,10 +17,11 @@ from hybrid_rl.config import ConfigError, Findings, check
 from hybrid_rl.errors import RewardLostError
 from hybrid_rl.rewards.environment import check_variables
 from hybrid_rl.rewards.loading import split_name
-from hybrid_rl.rewards.process import END_TIMEOUT_S, Results, WorkerProcess, WorkerSettings
+from hybrid_rl.rewards.process import END_TIMEOUT_S, Result, Task, WorkerProcess, WorkerSettings
+from hybrid_rl.rewards.returned import Returned
 
 if TYPE_CHECKING:
-    from hybrid_rl.batch import Rollout
+    from hybrid_rl.batch import Prompt, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +31,11 @@ class ScoreResult:
     """Scores of B responses."""
 
     scores: list[float]
-    """[B] weighted sums over the functions; a function that failed adds 0, the others their scores."""
+    """[B] weighted sums over the functions; one that failed or does not apply adds 0, the others their scores."""
     per_function: dict[str, list[float]]
-    """Function -> its [B] unweighted scores; 0 where it failed."""
+    """Function -> its [B] unweighted scores; 0 where it failed, NaN where it does not apply."""
+    returned: dict[str, list[Returned]]
+    """Function -> all that it has returned for each response."""
     failures: dict[int, str]
     """Row of a response for which a function failed or exceeded the time limit -> message."""
 
@@ -54,6 +58,9 @@ class ScorerPool:
         on_error: Literal["raise", "zero"],
         memory_limit_bytes: int | None = None,
         environment_variables: Sequence[str] = (),
+        prompts_per_call: int = 1,
+        answer_column: str | None = None,
+        applies: Callable[["Prompt"], Collection[str]] | None = None,
         field: str = "reward.functions",
     ) -> None:
         """Check the settings, and start the first process, which loads and checks the functions; `score` starts others.
@@ -61,11 +68,14 @@ class ScorerPool:
         Args:
             names: names in `rules.FUNCTIONS` or `path.py:function`.
             weights: reward.weights, one per function; None weights each with 1.
-            timeout_s: time limit of all functions together for one response.
+            timeout_s: time limit of all functions together for one response; a call about several has so long for each.
             num_workers: largest number of processes.
             on_error: "raise" ends the run when a function fails, "zero" counts its score as 0.
             memory_limit_bytes: largest resident memory of a process and those that it started; None sets no limit.
             environment_variables: variables of this process that the processes get besides the allowed ones.
+            prompts_per_call: prompts whose responses a batched or asynchronous function gets at once.
+            answer_column: column of the rows that became the answer of the prompt, for functions that take columns.
+            applies: returns the names of the functions that score the responses to a prompt; None is all.
             field: setting that holds the names, for messages.
         Raises:
             ConfigError: there are no functions, one is listed twice or cannot be loaded or called, the weights do not
@@ -83,8 +93,10 @@ class ScorerPool:
         check(len(set(places)) == len(names), f"{field} = {list(names)}: one is listed twice; list each once")
         check_variables(environment_variables, os.environ)
         self._names, self._weights, self._num_workers, self._on_error = list(names), weights, num_workers, on_error
+        self._prompts_per_call, self._applies = prompts_per_call, applies
         self._settings = WorkerSettings(
             names=self._names,
+            answer_column=answer_column,
             field=field,
             timeout_s=timeout_s,
             memory_limit_bytes=memory_limit_bytes,
@@ -98,6 +110,17 @@ class ScorerPool:
         except BaseException:
             self.close()
             raise
+        self._forms = self._workers[0].forms
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Function -> the factor of its score."""
+        return dict(zip(self._names, self._weights, strict=True))
+
+    @property
+    def signatures(self) -> dict[str, str]:
+        """Function -> the title of its signature."""
+        return {name: title for name, (title, _) in zip(self._names, self._forms, strict=True)}
 
     def score(self, rollouts: Sequence["Rollout"]) -> ScoreResult:
         """Return the scores of B responses.
@@ -120,16 +143,21 @@ class ScorerPool:
             first = next(iter(failures.values()))
             logger.warning("%d of %d responses have a failed score: %s", len(failures), len(rollouts), first)
 
-        per_function = {
-            name: [0.0 if isinstance(result[i], str) else float(result[i]) for result in results]
+        returned = {
+            name: [Returned(score=0.0) if isinstance(r[i], str) else r[i] for r in results]
             for i, name in enumerate(self._names)
         }
+        per_function = {name: [_number(found.score) for found in column] for name, column in returned.items()}
         per_response = zip(*per_function.values(), strict=True)
         return ScoreResult(
-            scores=[sum(w * value for w, value in zip(self._weights, values, strict=True)) for values in per_response],
+            scores=[self._weighted_sum(values) for values in per_response],
             per_function=per_function,
+            returned=returned,
             failures=failures,
         )
+
+    def _weighted_sum(self, values: Sequence[float]) -> float:
+        return sum(w * value for w, value in zip(self._weights, values, strict=True) if not math.isnan(value))
 
     @property
     def process_ids(self) -> list[int]:
@@ -146,10 +174,11 @@ class ScorerPool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _run(self, rollouts: Sequence["Rollout"]) -> list[Results]:
-        """Return the results of every response."""
-        results: list[Results] = [[] for _ in rollouts]
-        pending = deque(range(len(rollouts)))
+    def _run(self, rollouts: Sequence["Rollout"]) -> list[list[Result]]:
+        """Return for every response the results of all functions."""
+        abstains = Returned(score=None)  # of a function that does not apply, and of each until its result is known
+        results: list[list[Result]] = [[abstains] * len(self._names) for _ in rollouts]
+        pending = deque(self._tasks(rollouts))
         while pending or any(worker.task is not None for worker in self._workers):
             self._submit(pending, rollouts)
             waiting = [worker for worker in self._workers if not worker.is_idle]
@@ -159,16 +188,37 @@ class ScorerPool:
                 worker.receive()
                 if task is None or worker.task is not None:
                     continue
-                results[task] = worker.results
-                if _failed(worker.results) and self._on_error == "raise":
-                    reason = self._describe(rollouts[task], worker.results)
+                places = ((row, number) for number in task.functions for row in task.rows)
+                for (row, number), result in zip(places, worker.results, strict=True):
+                    results[row][number] = result
+                if self._on_error == "raise" and _failed(worker.results):
+                    failed = next(row for row in task.rows if _failed(results[row]))
+                    reason = self._describe(rollouts[failed], results[failed])
                     error = RewardLostError if worker.is_lost else ConfigError
                     remedy = "correct it, or count its score as 0 with reward.on_error = zero"
                     raise error(f"{self._settings.field}: {reason}; {remedy}")
         return results
 
-    def _submit(self, pending: deque[int], rollouts: Sequence["Rollout"]) -> None:
-        """Start as many workers as there are responses for, and submit a pending response to each idle one."""
+    def _tasks(self, rollouts: Sequence["Rollout"]) -> Iterator[Task]:
+        """Yield what the workers do, by what the functions take: one response, or all responses to some prompts."""
+        together: dict[tuple[int, ...], dict[int, list[int]]] = {}  # functions -> prompt -> its responses
+        for row, rollout in enumerate(rollouts):
+            names = self._names if self._applies is None else self._applies(rollout.prompt)
+            applied = [number for number, name in enumerate(self._names) if name in names]
+            alone = [number for number in applied if not self._forms[number][1]]
+            if alone:
+                yield Task(rows=[row], functions=alone)
+            batched = tuple(number for number in applied if self._forms[number][1])
+            if batched:
+                together.setdefault(batched, {}).setdefault(rollout.prompt.prompt_id, []).append(row)
+        for functions, groups in together.items():
+            rows = list(groups.values())
+            for first in range(0, len(rows), self._prompts_per_call):
+                taken = rows[first : first + self._prompts_per_call]
+                yield Task(rows=[row for group in taken for row in group], functions=functions)
+
+    def _submit(self, pending: deque[Task], rollouts: Sequence["Rollout"]) -> None:
+        """Start as many workers as there are tasks for, and submit a pending task to each idle one."""
         for worker in [worker for worker in self._workers if worker.is_idle and not worker.is_alive]:
             worker.kill()
             self._workers.remove(worker)
@@ -177,16 +227,19 @@ class ScorerPool:
             self._workers.append(WorkerProcess(self._settings))
         for worker in self._workers:
             if pending and worker.is_idle:
-                task = pending.popleft()
-                worker.submit(task, rollouts[task])
+                worker.submit(pending.popleft(), rollouts)
 
-    def _describe(self, rollout: "Rollout", results: Results) -> str:
+    def _describe(self, rollout: "Rollout", results: Sequence[Result]) -> str:
         reasons = [f"{name}: {r}" for name, r in zip(self._names, results, strict=True) if isinstance(r, str)]
         return f"prompt_id {rollout.prompt.prompt_id}, sequence_id {rollout.sequence_id}: {'; '.join(reasons)}"
 
 
-def _failed(results: Results) -> bool:
+def _failed(results: Sequence[Result]) -> bool:
     return any(isinstance(result, str) for result in results)
+
+
+def _number(score: float | None) -> float:
+    return math.nan if score is None else score
 
 
 def _end(workers: list[WorkerProcess], owner_id: int) -> None:

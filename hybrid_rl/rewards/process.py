@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from hybrid_rl.config import ConfigError
 from hybrid_rl.errors import RewardLostError
 from hybrid_rl.rewards.environment import scorer_environment
+from hybrid_rl.rewards.given import GIVEN
 from hybrid_rl.rewards.messages import receive_message, send_message
 from hybrid_rl.rewards.process_tree import (
     KILL_TIMEOUT_S,
@@ -30,6 +31,7 @@ from hybrid_rl.rewards.process_tree import (
     kill_marked,
     resident_bytes,
 )
+from hybrid_rl.rewards.returned import Returned, unpack
 from hybrid_rl.serialization import encode
 
 if TYPE_CHECKING:
@@ -45,8 +47,18 @@ MARK = "HYBRID_RL_SCORER"
 """Environment variable whose value only the processes of one worker have."""
 _MAX_MESSAGE_BYTES = 1 << 24
 
-Results = list[float | str]
-"""One entry per function, in order, for one response: its score, or the reason for its failure."""
+Result = Returned | str
+"""What a function gives a response, or the reason for its failure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a process does at a time: some functions score some responses."""
+
+    rows: Sequence[int]
+    """Numbers of the responses, in the order of `ScorerPool.score`."""
+    functions: Sequence[int]
+    """Numbers of the functions, in the order of the settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +70,17 @@ class WorkerSettings:
     field: str
     """Setting that holds the names, for messages."""
     timeout_s: float
-    """Time limit of all functions together for one response."""
+    """Time limit of a task for each of its responses."""
     memory_limit_bytes: int | None = None
     """Largest resident memory of a worker and the processes that it started; None sets no limit."""
     environment_variables: Sequence[str] = ()
     """Variables of this process that the workers get besides the allowed ones."""
+    answer_column: str | None = None
+    """Column of the rows that became the answer of the prompt."""
 
 
 class WorkerProcess:
-    """One worker process and the response that it is scoring."""
+    """One worker process and its task."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         """Start the process; it is busy until its functions are loaded.
@@ -80,17 +94,21 @@ class WorkerProcess:
         self._process_id = self._process.pid
         self._is_ready = False
         self._loading = settings.names[0]  # the function that is being loaded
-        self.task: int | None = None
-        """Index of the response that is being scored; None while there is none."""
-        self.results: Results = []
-        """Results of the last response that was submitted, as far as they have arrived."""
+        self.forms: list[tuple[str, bool]] = []
+        """For each function the title of its signature, and whether it gets several responses at once."""
+        self.task: Task | None = None
+        """What the process does; None while it is idle."""
+        self.results: list[Result] = []
+        """Results of the last task that have arrived: those of its first function for all responses come first."""
         self.is_lost = False
-        """Whether the process ended, or was killed at a limit, while it scored the last response."""
+        """Whether the process ended, or was killed at a limit, during the last task."""
         self.deadline = time.monotonic() + START_TIMEOUT_S
-        """Time (time.monotonic) at which the start of the process or the response counts as failed."""
+        """Time (time.monotonic) at which the start of the process or the task counts as failed."""
         self._memory_bytes = 0
         self._next_look = 0.0  # time at which the memory is measured again
-        self._send(json.dumps([list(settings.names), settings.field]).encode())
+        given = {name: GIVEN[name].content for name in settings.names if name in GIVEN}
+        content = {"names": list(settings.names), "field": settings.field, "given": given}
+        self._send(encode(content | {"answer_column": settings.answer_column}))
 
     def _start(self) -> tuple[subprocess.Popen, socket.socket]:
         connection, worker_end = socket.socketpair()
@@ -157,16 +175,23 @@ class WorkerProcess:
             for worker, family in zip(due, families, strict=True):
                 worker._memory_bytes, worker._next_look = resident_bytes(family), now + WATCH_S
 
-    def submit(self, task: int, rollout: "Rollout") -> None:
-        """Send a response to the idle process; its results arrive in `results`."""
+    def submit(self, task: Task, rollouts: Sequence["Rollout"]) -> None:
+        """Send a task to the idle process; its results arrive in `results`.
+
+        Args:
+            rollouts: all responses, of which the task has some.
+        """
         self.task, self.results, self.is_lost = task, [], False
-        self.deadline = time.monotonic() + self._settings.timeout_s
-        self._send(encode((vars(rollout.prompt), rollout.text)))
+        self.deadline = time.monotonic() + self._settings.timeout_s * len(task.rows)
+        prompts = list({id(rollouts[row].prompt): rollouts[row].prompt for row in task.rows}.values())
+        number_of = {id(prompt): number for number, prompt in enumerate(prompts)}
+        rows = [(number_of[id(r.prompt)], r.text, r.response_ids) for r in (rollouts[row] for row in task.rows)]
+        self._send(encode((list(task.functions), [vars(prompt) for prompt in prompts], rows)))
 
     def receive(self) -> None:
         """Read the results that have arrived, and kill the process if it has passed a limit.
 
-        `task` becomes None when the response has all its results, also if the process ended.
+        `task` becomes None when all its results are there, also if the process ended.
 
         Raises:
             ConfigError: the functions cannot be used.
@@ -190,9 +215,9 @@ class WorkerProcess:
         if has_ended:
             self._lose(self._how_it_ended())
         elif time.monotonic() >= self.deadline:
-            limit_s, of_response = START_TIMEOUT_S, f"took longer than reward.timeout_s = {self._settings.timeout_s}"
-            event = of_response if self._is_ready else f"took longer than {limit_s:g} s"
-            self._lose(event + " and is stopped (SIGSTOP or a debugger)" * is_stopped(self.process_id))
+            self._lose(
+                self._how_it_was_late() + " and is stopped (SIGSTOP or a debugger)" * is_stopped(self.process_id)
+            )
         elif self._settings.memory_limit_bytes and self._memory_bytes > self._settings.memory_limit_bytes:
             self._lose(f"held more than reward.memory_limit_bytes = {self._settings.memory_limit_bytes}")
 
@@ -241,13 +266,19 @@ class WorkerProcess:
                 raise ConfigError(*message["errors"])
             self._process_id = message.get("process_id", self._process_id)
             self._loading = message.get("loading", self._loading)
-            self._is_ready = not message
+            self._is_ready = "forms" in message
+            self.forms = [(str(title), bool(is_together)) for title, is_together in message.get("forms", [])]
             return
-        if not isinstance(message, float | str):
-            raise ValueError
-        self.results.append(message)
-        if len(self.results) == len(self._settings.names):
+        assert self.task is not None
+        self.results.append(message if isinstance(message, str) else unpack(message))
+        if len(self.results) == len(self.task.functions) * len(self.task.rows):
             self.task = None
+
+    def _how_it_was_late(self) -> str:
+        if not self._is_ready or self.task is None:
+            return f"took longer than {START_TIMEOUT_S:g} s"
+        number, limit = len(self.task.rows), f"took longer than reward.timeout_s = {self._settings.timeout_s}"
+        return limit if number == 1 else f"{limit} for each of {number} responses"
 
     def _how_it_ended(self) -> str:
         try:
@@ -262,6 +293,9 @@ class WorkerProcess:
         self.kill()
         if not self._is_ready:
             raise RewardLostError(f"{self._settings.field}: importing '{self._loading}' fails: {reason}")
-        num_missing = len(self._settings.names) - len(self.results)
-        self.results += [reason] + ["not run"] * (num_missing - 1)
+        assert self.task is not None
+        num_rows, num_functions = len(self.task.rows), len(self.task.functions)
+        num_running = num_rows - len(self.results) % num_rows  # results of the function that was running
+        num_missing = num_functions * num_rows - len(self.results)
+        self.results += [reason] * num_running + ["not run"] * (num_missing - num_running)
         self.task, self.is_lost = None, True

@@ -1,8 +1,10 @@
-"""The program of a worker process of `pool.py`: it receives one response at a time and sends one result per function.
+"""The program of a worker process of `pool.py`: it receives tasks and sends one result per function and response.
 
-A message to the pool is JSON, so that the pool runs no code of the user by reading it. While the functions load it is
-an object: `{"process_id": number}` at first, `{"loading": name}` before each function, then `{"errors": [message]}`, or
-`{}` when all of them are loaded. Afterwards a number is a score, and a string the reason for a failure.
+A task is some functions and some responses. The pool's messages are those of hybrid_rl.serialization. A message to the
+pool is JSON, so that the pool runs no code of the user by reading it. While the functions load it is an object:
+`{"process_id": number}` at first, `{"loading": name}` before each function, then `{"errors": [message]}`, or
+`{"forms": [[title, whether it gets several responses at once]]}` when all of them are loaded. Afterwards a number or an
+object is a result, see `returned.pack`, and a string the reason for a failure.
 
 The pool kills this process at its limits, and the process's supervisor kills it when the pool's process ends.
 """
@@ -10,18 +12,19 @@ The pool kills this process at its limits, and the process's supervisor kills it
 import contextlib
 import json
 import os
-import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from hybrid_rl.config import ConfigError
 from hybrid_rl.printable import PrintableStream
-from hybrid_rl.rewards.loading import RuleFunction, describe, load_functions
+from hybrid_rl.rewards.calling import Caller
+from hybrid_rl.rewards.loading import RuleFunction, load_functions
 from hybrid_rl.rewards.messages import receive_message, send_message
-from hybrid_rl.rewards.returned import score_of
+from hybrid_rl.rewards.returned import pack
+from hybrid_rl.rewards.signatures import Sample
 from hybrid_rl.rewards.supervisor import fork_worker
 from hybrid_rl.serialization import decode
 
@@ -29,45 +32,47 @@ from hybrid_rl.serialization import decode
 def serve(connection: socket.socket) -> None:
     """Score the responses that arrive, until an empty message arrives or the other end of the connection closes."""
     _send(connection, {"process_id": os.getpid()})
-    names, field = json.loads(receive_message(connection))
-    functions = _load(connection, names, field)
+    settings = decode(receive_message(connection))
+    functions = _load(connection, settings)
     if functions is None:
         return
-    _send(connection, {})
+    _send(connection, {"forms": [[function.form.title, function.runs_together] for function in functions]})
 
     process_id = os.getpid()
-    while message := receive_message(connection):
-        for function in functions:
-            # Decoded for each function, so that none sees what another one has changed in the prompt.
-            fields, response = decode(message)
-            result = _score(function, SimpleNamespace(**fields), response)
-            if os.getpid() != process_id:
-                os._exit(0)  # a process that the function has forked, and which returned like the function
-            _send(connection, result)
+    with contextlib.closing(Caller(answer_column=settings["answer_column"])) as caller:
+        while message := receive_message(connection):
+            for number in decode(message)[0]:
+                # Decoded for each function, so that none sees what another one has changed in the prompt.
+                results = caller.score(functions[number], _samples(*decode(message)[1:]))
+                if os.getpid() != process_id:
+                    os._exit(0)  # a process that the function has forked, and which returned like the function
+                for result in results:
+                    _send(connection, result if isinstance(result, str) else pack(result))
 
 
-def _load(connection: socket.socket, names: Sequence[str], field: str) -> list[RuleFunction] | None:
+def _samples(prompts: Sequence[dict[str, Any]], rows: Sequence[tuple[int, str, list[int]]]) -> list[Sample]:
+    """Return the responses of a task.
+
+    Args:
+        prompts: fields of each prompt.
+        rows: for each response the number of its prompt, its text and its tokens.
+    """
+    objects = [SimpleNamespace(**fields) for fields in prompts]
+    return [Sample(prompt=objects[number], response=text, response_ids=ids) for number, text, ids in rows]
+
+
+def _load(connection: socket.socket, settings: Mapping[str, Any]) -> list[RuleFunction] | None:
     """Return the functions; None if some cannot be used, which the pool has then been sent."""
     try:
-        return load_functions(names, field=field, report=lambda name: _send(connection, {"loading": name}))
+        return load_functions(
+            settings["names"],
+            field=settings["field"],
+            report=lambda name: _send(connection, {"loading": name}),
+            given=settings["given"],
+        )
     except ConfigError as error:
         _send(connection, {"errors": error.messages})
         return None
-
-
-def _score(function: RuleFunction, prompt: Any, response: str) -> float | str:
-    try:
-        value = function(prompt, response)
-    except BaseException as error:  # includes SystemExit
-        return describe(error, function.path)
-    finally:
-        # An alarm that this function has set must not fire in the next one.
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    try:
-        return score_of(value)
-    except ValueError as error:
-        return str(error)
 
 
 def _send(connection: socket.socket, message: dict[str, Any] | float | str) -> None:

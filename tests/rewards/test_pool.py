@@ -28,7 +28,7 @@ def numpy_scalar(prompt, response): return numpy.float32(0.5)
 def numpy_array(prompt, response): return numpy.array([[0.5]])
 def none(prompt, response): return None
 def text(prompt, response): return "1.0"
-def listed(prompt, response): return [1.0]
+def listed(prompt, response): return [1.0, 0, 2]
 def two_values(prompt, response): return numpy.ones((2, 1))
 def nan(prompt, response): return math.nan
 def inf(prompt, response): return math.inf
@@ -173,8 +173,8 @@ def test_scores_are_weighted_sums_in_order(scorers):
     [
         ("none", "returned None, not a number"),
         ("text", "returned str '1.0', not a number"),
-        ("listed", "returned list"),
-        ("two_values", "returned ndarray .*, not a number"),
+        ("listed", r"returned 3 rewards for a response of 1 tokens: return one reward per token"),
+        ("two_values", "returned 2 rewards for a response of 1 tokens"),
         ("nan", "returned float nan"),
         ("inf", "returned float inf"),
         ("raises", r"KeyError: 'gold' \(scorers.py, line \d+: def raises"),
@@ -314,7 +314,7 @@ def test_workers_neither_run_the_main_program_nor_outlive_it(scorers, tmp_path):
         "from types import SimpleNamespace\n"
         "from hybrid_rl.rewards import ScorerPool\n"
         "pool = ScorerPool(['scorers.py:length'], timeout_s=5, num_workers=1, on_error='raise')\n"
-        "rollout = SimpleNamespace(prompt=SimpleNamespace(answer='7'), text='7')\n"
+        "rollout = SimpleNamespace(prompt=SimpleNamespace(answer='7'), text='7', response_ids=[4])\n"
         "print(pool.score([rollout]).scores, pool.process_ids[0])\n"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
