@@ -98,6 +98,9 @@ def build_in(folder: RunFolder, prepared: Prepared, world: World, opened: list[C
         world.device,
         recorder.timeline,
         planned=plan.peaks,
+    start.record_in(recorder.timeline)
+    for line in prepared.data.lines:
+        recorder.say(line)
         keeps_cache=plan.can_keep_cache,
         enforcement=Enforcement(config.memory, rank=world.rank),
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from hybrid_rl.algorithms.specs import ESTIMATORS
-from hybrid_rl.config_data import DataSource, PromptsConfig
+from hybrid_rl.config_data import DataSource, PromptsConfig, paths_in
 from hybrid_rl.config_operation import CheckpointConfig, MemoryConfig, RunConfig, SyncConfig
 from hybrid_rl.config_training import AdvantageConfig, OptimizerConfig, PtxConfig, UpdateConfig
 from hybrid_rl.printable import printable
@@ -35,6 +35,9 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+BY_SOURCE = "by_source"
+"""Name among rule functions that stands for the functions of the data set of each row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +240,30 @@ class Config:
     def needs_greedy(self) -> bool:
         """Whether the advantage estimator compares responses with the greedy response to their prompt."""
         return ESTIMATORS[self.advantage.estimator].needs_greedy
+
+    @property
+    def rule_functions(self) -> list[str]:
+        """Every rule function that the settings name, in training and evaluation."""
+        names = [*self.reward.functions, *paths_in(self.reward.by_source), self.run.eval_function]
+        return [name for name in dict.fromkeys(names) if name and name != BY_SOURCE]
+
+    @property
+    def evaluation_rollout(self) -> RolloutConfig:
+        """How an evaluation generates, besides run.eval_top_p; temperature 0 is greedy decoding."""
+        run, rollout = self.run, self.rollout
+        default = rollout.temperature if run.eval_samples > 1 else 0.0
+        return dataclasses.replace(
+            rollout,
+            group_size=run.eval_samples,
+            temperature=default if run.eval_temperature is None else run.eval_temperature,
+            max_response_tokens=run.eval_max_response_tokens or rollout.max_response_tokens,
+        )
+
+    @property
+    def max_engine_tokens(self) -> int:
+        """Maximum tokens of prompt and response in the rollout engine, in training and evaluation."""
+        longest = max(self.rollout.max_response_tokens, self.evaluation_rollout.max_response_tokens)
+        return self.prompts.max_prompt_tokens + longest
 
     @property
     def has_reference(self) -> bool:

@@ -28,11 +28,23 @@ class RunConfig:
     them."""
     eval_function: str | None = None
     """Rule function of an evaluation, named as in `reward.functions`; a response with a score of at least 1 is correct.
-    null takes the function of `reward.functions` with the largest weight, think_format only if it is alone, else
-    exact_match."""
+    by_source judges each row by the first function of its data set. null takes the function of `reward.functions` with
+    the largest weight, think_format only if it is alone, else exact_match."""
     eval_samples: int = 1
-    """Responses per held-out prompt: 1 decodes greedily, more are sampled at `rollout.temperature` and also give
-    pass@k."""
+    """Responses per held-out prompt; several also give pass@k."""
+    eval_temperature: float | None = None
+    """Divisor of the logits in an evaluation, 0 for greedy decoding; null is 0 with one response per prompt, else
+    `rollout.temperature`."""
+    eval_top_p: float = 1.0
+    """In an evaluation, tokens are sampled from the likeliest ones whose probabilities add up to this; training samples
+    from all tokens."""
+    eval_max_response_tokens: int | None = None
+    """Maximum length of a response in an evaluation, in tokens; null is `rollout.max_response_tokens`."""
+    eval_pass_at: list[int] | None = None
+    """Values of k for pass@k, at most `eval_samples`; null is `eval_samples`."""
+    eval_target: str | None = None
+    """Name in `prompts.eval_path` of the set whose accuracy is the run's `accuracy`, which decides `best/` and
+    `stop_at_accuracy`; null takes the mean over the sets."""
     stall_timeout_s: float = 300.0
     """Seconds without progress after which the run ends and names the process that it waits for: the rollout engine,
     another rank, a scorer or a reward service."""

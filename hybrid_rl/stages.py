@@ -19,7 +19,7 @@ from hybrid_rl.models.loading import choose_dtype
 from hybrid_rl.rewards import scoring
 from hybrid_rl.rewards.scoring import Scored
 from hybrid_rl.run import Metrics, Run
-from hybrid_rl.steps import advantages, logprobs, loss_weights, rollout, updates
+from hybrid_rl.steps import advantages, judging, logprobs, loss_weights, rollout, updates
 from hybrid_rl.steps.ema import MovingReference
 
 logger = logging.getLogger(__name__)
@@ -114,29 +114,35 @@ def evaluate(run: Run, step: int, *, is_final: bool = False) -> Metrics:
     every = run.config.run.eval_every_steps
     if run.data.eval_scorer is None or not (is_final or step == 1 or (step - 1) % every == 0):
         return {}
-    evaluation = measure_accuracy(run, step)
-    run.evaluations.add(evaluation)
-    return evaluation
+    metrics = measure_accuracy(run, step)
+    run.evaluations.add(metrics)
+    return metrics
 
 
 @logged("evaluation")
 def measure_accuracy(run: Run, step: int) -> Metrics:
-    """Return exact accuracy, mean score and response length on the held-out prompts, over all ranks."""
-    config, data, num_samples = run.config, run.data, run.config.run.eval_samples
+    """Return accuracy, mean score, response length and pass@k of each set of held-out prompts, over all ranks."""
+    config, data, settings = run.config, run.data, run.config.evaluation_rollout
     assert data.eval_scorer is not None
-    arguments = (data.eval_prompts, run.engine, data.tokenizer)
-    if num_samples == 1:
-        responses = rollout.generate_greedy(*arguments, config.rollout, stop_token_ids=data.stop_token_ids)
+    arguments = (data.eval_prompts, run.engine, data.tokenizer, settings)
+    if settings.temperature == 0:
+        responses = rollout.generate_greedy(*arguments, stop_token_ids=data.stop_token_ids)
     else:
-        settings = replace(config.rollout, group_size=num_samples)
+        seed, top_p = config.run.seed + 1, config.run.eval_top_p
         responses = rollout.collect_rollouts(
-            *arguments, settings, stop_token_ids=data.stop_token_ids, run_seed=config.run.seed + 1, step=step
+            *arguments, stop_token_ids=data.stop_token_ids, run_seed=seed, step=step, top_p=top_p
         )
     with scoring.fail_together(run.world):
         result = data.eval_scorer.score(responses)
-    sums = rollout.evaluation_sums(responses, result.scores, num_samples)
-    sums["eval/num_failed"] = result.num_failed / num_samples
-    return run.world.means(sums, dict.fromkeys(sums, len(data.eval_prompts)))
+    sums, counts = judging.sums_of_sets(
+        {name: len(prompts) for name, prompts in data.eval_sets.items()},
+        responses,
+        result.scores,
+        result.failures,
+        num_samples=settings.group_size,
+        pass_at=config.run.eval_pass_at,
+    )
+    return judging.with_accuracy(run.world.means(sums, counts), list(data.eval_sets), config.run.eval_target)
 
 
 def is_target_reached(run: Run, evaluation: Metrics) -> bool:

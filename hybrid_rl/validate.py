@@ -5,10 +5,10 @@ import re
 from collections.abc import Iterable
 
 from hybrid_rl.algorithms.specs import ESTIMATORS, POLICY_LOSSES
-from hybrid_rl.config import Config, ConfigError, Findings, check
+from hybrid_rl.config import BY_SOURCE, Config, ConfigError, Findings, check
 from hybrid_rl.settings.passed_on import refused_keys
 from hybrid_rl.settings.paths import broken_paths, expand_home
-from hybrid_rl.settings.ranges import broken_values
+from hybrid_rl.settings.ranges import MIN_TEMPERATURE, broken_values
 from hybrid_rl.settings.sources import broken_sources
 from hybrid_rl.settings.types import (
     broken_sections,
@@ -219,8 +219,56 @@ COMBINATIONS = (
     _check_advantage,
     _check_reference,
     _check_rollout,
+def _check_evaluation(config: Config) -> None:
+    """An evaluation can sample as it is set, and its metrics exist."""
+    run, settings = config.run, config.evaluation_rollout
+    temperature = settings.temperature
+    origin = "run.eval_temperature" if run.eval_temperature is not None else "run.eval_temperature = null"
+    check(
+        temperature == 0 or temperature >= MIN_TEMPERATURE,
+        f"run.eval_temperature = {temperature}: must be 0, which is greedy, or at least {MIN_TEMPERATURE}",
+    )
+    check(
+        temperature > 0 or run.eval_samples == 1,
+        f"run.eval_samples = {run.eval_samples}: run.eval_temperature = 0 gives equal responses to a prompt; set one "
+        "of them otherwise",
+    )
+    check(
+        temperature > 0 or run.eval_top_p == 1,
+        f"run.eval_top_p = {run.eval_top_p}: has no effect on greedy decoding ({origin}); set run.eval_temperature",
+    )
+    too_many = [k for k in run.eval_pass_at or () if k > run.eval_samples]
+    check(
+        not too_many,
+        f"run.eval_pass_at = {run.eval_pass_at}: pass@{too_many[:1]} needs as many responses per prompt, and "
+        f"run.eval_samples = {run.eval_samples}",
+    )
+    sets = list(config.prompts.evaluation_sources)
+    check(
+        run.eval_target is None or run.eval_target in filter(None, sets),
+        f"run.eval_target = {run.eval_target}: must be a name in prompts.eval_path, which has "
+        f"{', '.join(filter(None, sets)) or 'no names'}",
+    )
+
+
+def _check_by_source(config: Config) -> None:
+    """Every data set in reward.by_source has rule functions, and something chooses them."""
+    for source, value in config.reward.by_source.items():
+        names = value if isinstance(value, list) else [value]
+        check(
+            bool(names) and all(isinstance(name, str) and name.strip() for name in names),
+            f"reward.by_source: {source} = {value}: must be a rule function, or a list of them",
+        )
+    check(
+        not config.reward.by_source or BY_SOURCE in (*config.reward.functions, config.run.eval_function),
+        f"reward.by_source has no effect: add {BY_SOURCE} to reward.functions, or remove it",
+    )
+
+
     _check_losses,
     _check_training_state,
+    _check_by_source,
+    _check_evaluation,
     _check_tensor_parallel,
     _check_passed_on,
 )

@@ -89,7 +89,7 @@ def _sizes_by_name(forecast: Forecast, phases: Sequence[Phase]) -> dict[str, lis
 
 def _kv_lines(forecast: Forecast) -> list[str]:
     plan, config = forecast.plan, forecast.config
-    length = config.prompts.max_prompt_tokens + config.rollout.max_response_tokens
+    length = config.max_engine_tokens
     lines = [
         f"KV cache: {plan.kv_bytes:,} bytes = {plan.kv_tokens:,} tokens = {plan.kv_sequences:,} sequences of {length}"
     ]

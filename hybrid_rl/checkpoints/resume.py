@@ -51,8 +51,7 @@ def open_phase_log(config: Config, world: World, steps_done: int, *, run_id: str
     if config.checkpoint.phase_log:
         settings = as_dict(config) | {"checkpoint": None, "num_ranks": world.size, "run_id": run_id}
         settings["run"] |= {"name": None, "dir": None, "resume": None}
-        evaluation = [config.run.eval_function] if config.run.eval_function else []
-        settings["reward_files"] = reward_file_hashes([*config.reward.functions, *evaluation])
+        settings["reward_files"] = reward_file_hashes(config.rule_functions)
         key = hashlib.sha256(repr(settings).encode()).hexdigest()
         return PhaseLog(folder, key=key, first_step=steps_done + 1, world=world)
     if world.is_main:

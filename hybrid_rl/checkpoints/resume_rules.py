@@ -92,6 +92,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "run.eval_every_steps",
             "run.profile_steps",
             "run.stop_at_accuracy",
+            "run.eval_pass_at",
             "run.stall_timeout_s",
             "run.keep_rollouts",
             "run.prometheus_port",
@@ -104,6 +105,10 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "accuracies before and after do not compare, and best/ starts again",
             "run.eval_function",
             "run.eval_samples",
+            "run.eval_temperature",
+            "run.eval_top_p",
+            "run.eval_max_response_tokens",
+            "run.eval_target",
             "prompts.eval_path",
             "prompts.eval_split",
             "prompts.max_eval_samples",
@@ -290,6 +295,16 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 """Dotted name of every setting -> its rule."""
 
 EVALUATION = frozenset(
-    {"run.eval_function", "run.eval_samples", "prompts.eval_path", "prompts.eval_split", "prompts.max_eval_samples"}
+    {
+        "run.eval_function",
+        "run.eval_samples",
+        "run.eval_temperature",
+        "run.eval_top_p",
+        "run.eval_max_response_tokens",
+        "run.eval_target",
+        "prompts.eval_path",
+        "prompts.eval_split",
+        "prompts.max_eval_samples",
+    }
 )
 """Settings without which two accuracies do not compare."""

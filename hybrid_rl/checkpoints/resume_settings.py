@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_rl.checkpoints.resume_rules import BY_CONTENT, EVALUATION, MAY_CHANGE, REFUSED, RULES, Rule
-from hybrid_rl.config import Config, ConfigError, as_dict
+from hybrid_rl.config import BY_SOURCE, Config, ConfigError, as_dict
+from hybrid_rl.config_data import paths_in
 from hybrid_rl.rewards.loading import reward_file_hashes
 
 REMEDY = "or start a new run with another run.name, or with run.resume = never, which moves this one aside"
@@ -62,7 +63,8 @@ def compare(saved: Mapping[str, Any], config: Config) -> Changes:
         refused=tuple(refused),
         warned=tuple(warned),
         is_other_evaluation=bool(changed & EVALUATION)
-        or (new["run.eval_function"] is None and bool(changed & {"reward.functions", "reward.weights"})),
+        or (new["run.eval_function"] is None and bool(changed & {"reward.functions", "reward.weights"}))
+        or (config.eval_function == BY_SOURCE and "reward.by_source" in changed),
     )
 
 
@@ -113,8 +115,7 @@ def reward_files(config: Config) -> dict[str, str]:
     A name without a file is left out: the load of the reward functions refuses it.
     """
     found = dict[str, str]()
-    evaluation = [config.run.eval_function] if config.run.eval_function else []
-    for name in [*config.reward.functions, *evaluation]:
+    for name in config.rule_functions:
         try:
             found |= reward_file_hashes([name])
         except ConfigError:
@@ -129,11 +130,13 @@ def compare_reward_files(saved: Mapping[str, str], present: Mapping[str, str], c
         saved, present: what reward_files returned.
         config: settings of the run that continues.
     """
+    of_sources = paths_in(config.reward.by_source) if config.eval_function == BY_SOURCE else ()
+    judges = {config.eval_function, *of_sources}
     edited = [name for name in sorted(saved.keys() & present.keys()) if saved[name] != present[name]]
     return Changes(
         refused=(),
         warned=tuple(f"the file of {name} was edited (rewards may have another meaning)" for name in edited),
-        is_other_evaluation=config.eval_function in edited,
+        is_other_evaluation=not judges.isdisjoint(edited),
     )
 
 

@@ -5,12 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybrid_rl.batch import Prompt
-from hybrid_rl.config import ConfigError, Findings, check
+from hybrid_rl.config import BY_SOURCE, ConfigError, Findings, check
 from hybrid_rl.data.formats import SOURCE
 from hybrid_rl.data.prompts import PromptSet
 
-BY_SOURCE = "by_source"
-"""Name among rule functions that stands for the functions of the data set of each row."""
 KNOWN: Mapping[str, str] = {
     "openai/gsm8k": "gsm8k",
     "gsm8k": "gsm8k",
@@ -89,11 +87,6 @@ def choose_functions(
         given[place : place + 1] = [given[place]] * len(chosen)
     everywhere = frozenset(name for name in names if name != BY_SOURCE)
     return FunctionChoice(names=expanded, weights=given, everywhere=everywhere, of_source=of_source)
-
-
-def functions_in(by_source: Mapping[str, Any]) -> list[str]:
-    """Return the functions that reward.by_source names, each once."""
-    return list(dict.fromkeys(name for value in by_source.values() for name in _as_list(value)))
 
 
 def _functions_of_sources(

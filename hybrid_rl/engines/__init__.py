@@ -23,6 +23,8 @@ class Sampling:
     """Most tokens of a response."""
     stop_token_ids: tuple[int, ...]
     """A sampled token among these ends the response and is kept in it."""
+    top_p: float = 1.0
+    """Tokens are sampled from the likeliest ones whose probabilities add up to this; 1 is all tokens."""
     stop_strings: tuple[str, ...] = ()
     """A token that completes one of these in the text, special tokens included, ends the response and is kept in it."""
 

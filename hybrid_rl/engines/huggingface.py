@@ -86,6 +86,8 @@ class HuggingFaceEngine:
             logprobs.append(scaled.gather(-1, token[:, None]).squeeze(-1))
             lengths += ~is_done
             is_done = is_done | torch.isin(token, stops) | self._has_stop_string(tokens, sampling.stop_strings)
+            if sampling.top_p < 1:
+                scaled = nucleus(scaled, sampling.top_p)
             if is_done.all():
                 break
             input_ids = token[:, None]
@@ -168,3 +170,18 @@ class HuggingFaceEngine:
 
     def close(self) -> None:
         """Do nothing, because the engine has no process."""
+
+
+def nucleus(logprobs: Tensor, top_p: float) -> Tensor:
+    """Return the log-probs of the distribution that is cut to the likeliest tokens, -inf for all others, [S, V].
+
+    Source: Holtzman et al. 2020 (nucleus sampling, arXiv 1904.09751), section 3.1.
+
+    Args:
+        logprobs: [S, V], of a distribution.
+        top_p: the fewest tokens that reach this probability are kept, at least one.
+    """
+    values, tokens = logprobs.sort(-1, descending=True)
+    before = values.exp().cumsum(-1) - values.exp()  # probability of all likelier tokens
+    kept = torch.zeros_like(before, dtype=torch.bool).scatter(-1, tokens, before < top_p)
+    return logprobs.masked_fill(~kept, -torch.inf).log_softmax(-1)

@@ -17,6 +17,7 @@ from rich.console import Console
 from hybrid_rl.atomic import write_atomically
 from hybrid_rl.batch import Rollout, TrainBatch
 from hybrid_rl.config import Config, as_dict, check
+from hybrid_rl.config_data import paths_in
 from hybrid_rl.distributed import World, show_work
 from hybrid_rl.errors import close_each
 from hybrid_rl.monitoring.activity import Activity
@@ -104,7 +105,8 @@ class Recorder:
             message = f"all {num_steps} steps of {self._config.run_dir} are done: nothing to train"
             console.print(message, markup=False, highlight=False, soft_wrap=True)
         elif self._config.prompts.eval_path and self._config.run.eval_every_steps:
-            message = f"accuracy on {self._config.prompts.eval_path} is judged by {self._config.eval_function}"
+            sets = ", ".join(paths_in(self._config.prompts.eval_path))
+            message = f"accuracy on {sets} is judged by {self._config.eval_function}"
             origin = "run.eval_function" if self._config.run.eval_function else "run.eval_function = null"
             console.print(f"{message} ({origin})", markup=False, highlight=False, soft_wrap=True)
         self._progress = Progress(num_steps, first_step, console)

@@ -26,8 +26,8 @@ def kv_token_bytes(work: Workload) -> int:
 
 
 def kv_sequence_tokens(work: Workload) -> int:
-    """Return the tokens of the KV blocks of one full sequence."""
-    return -(-work.sequence_tokens // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
+    """Return the tokens of the KV blocks of one full sequence, in training or evaluation."""
+    return -(-work.config.max_engine_tokens // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
 
 
 def kv_cache_bytes(work: Workload, others: Iterable[Allocation], phases: Iterable[Phase]) -> int:

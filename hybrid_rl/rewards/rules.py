@@ -1,6 +1,7 @@
 """Rule functions that score responses. Worker processes import this module, so it imports no torch.
 
-A function raises if the prompt cannot be scored (no answer, an answer that is not a number) instead of returning 0.
+A function raises if the prompt cannot be scored (no answer, an answer that is not a number) instead of returning 0. Of
+several right answers, a response must give one.
 """
 
 import re
@@ -39,7 +40,7 @@ DEFAULT_TAGS: dict[str, dict[str, Any]] = {
 
 def exact_match(prompt: "Prompt", response: str) -> float:
     """Return 1 if the response after the prefill equals the answer, without leading and trailing white space."""
-    return float(_written(prompt, response).strip() == _answer(prompt).strip())
+    return float(_written(prompt, response).strip() in [answer.strip() for answer in _answers(prompt)])
 
 
 def last_number(prompt: "Prompt", response: str) -> float:
@@ -47,7 +48,7 @@ def last_number(prompt: "Prompt", response: str) -> float:
 
     The answer is a number, optionally with a currency or per cent sign, or the text after `####` as in GSM8K.
     """
-    return _ends_in(response, _gold_number(prompt))
+    return _ends_in(response, _gold_numbers(prompt))
 
 
 def gsm8k(prompt: "Prompt", response: str) -> float:
@@ -58,7 +59,7 @@ def gsm8k(prompt: "Prompt", response: str) -> float:
     the format and 10 for format and result; `functions: [think_format, gsm8k]` with `weights: [1, 9]` does the same,
     except that a right result in a wrong format gives 9 instead of 0.
     """
-    gold = _gold_number(prompt)
+    gold = _gold_numbers(prompt)
     tagged, box = _ANSWER_TAGS.findall(response), _last_box(response)
     return _ends_in(tagged[-1] if tagged else response if box is None else box, gold)
 
@@ -72,11 +73,7 @@ def math(prompt: "Prompt", response: str) -> float:
     """
     import math_verify
 
-    answer = _answer(prompt).rpartition("####")[2].strip()
-    box = _last_box(answer)
-    gold = _parse_math(answer.strip("$") if box is None else box, is_boxed=True)
-    if not gold:
-        raise ValueError(f"the answer {answer[:80]!r} is not a mathematical expression")
+    gold = [expression for answer in _answers(prompt) for expression in _gold_expressions(answer)]
     box = _last_box(response)
     found = _parse_math(response if box is None else box, is_boxed=box is not None)
     return float(math_verify.verify(gold, found, timeout_seconds=_MATH_TIMEOUT_S))
@@ -160,24 +157,37 @@ def _written(prompt: "Prompt", response: str) -> str:
     return response.removeprefix(prompt.prefill)
 
 
-def _answer(prompt: "Prompt") -> str:
+def _answers(prompt: "Prompt") -> list[str]:
+    """Return the right answers, of which a response must give one."""
     if prompt.answer is None:
         raise ValueError("the prompt has no answer: set prompts.answer_column")
-    return prompt.answer
+    return prompt.answer if isinstance(prompt.answer, list) else [prompt.answer]
 
 
-def _gold_number(prompt: "Prompt") -> str:
-    answer = _answer(prompt)
+def _gold_numbers(prompt: "Prompt") -> list[str]:
+    return [_gold_number(answer) for answer in _answers(prompt)]
+
+
+def _gold_number(answer: str) -> str:
     gold = _NUMBER.fullmatch(answer.rpartition("####")[2].strip().strip("$%"))
     if gold is None or len(gold[0]) > _MAX_NUMBER_CHARACTERS:
         raise ValueError(f"the answer {answer[:80]!r} is not a number")
     return gold[0]
 
 
-def _ends_in(text: str, gold: str) -> float:
-    """Return 1 if the last number of a text equals `gold`."""
+def _gold_expressions(answer: str) -> list[Any]:
+    text = answer.rpartition("####")[2].strip()
+    box = _last_box(text)
+    gold = _parse_math(text.strip("$") if box is None else box, is_boxed=True)
+    if not gold:
+        raise ValueError(f"the answer {text[:80]!r} is not a mathematical expression")
+    return gold
+
+
+def _ends_in(text: str, golds: list[str]) -> float:
+    """Return 1 if the last number of a text equals one of `golds`."""
     numbers = _NUMBER.findall(text.replace("\u2212", "-"))
-    return float(bool(numbers) and _value(numbers[-1]) == _value(gold))
+    return float(bool(numbers) and _value(numbers[-1]) in [_value(gold) for gold in golds])
 
 
 def _last_box(text: str) -> str | None:

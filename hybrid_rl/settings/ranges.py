@@ -55,6 +55,9 @@ POSITIVE_FRACTION = Range(0, 1, is_low_open=True)
 INNER_FRACTION = Range(0, 1, is_low_open=True, is_high_open=True)
 DECAY = Range(0, 1, is_high_open=True)
 
+MIN_TEMPERATURE = 0.01
+"""Lowest temperature: vLLM samples at it where a request asks for less, unless it asks for 0."""
+
 OPTIMIZER = {
     "lr": FRACTION,
     "betas": DECAY,
@@ -69,6 +72,10 @@ RANGES: dict[str, Range] = {
     "run.seed": Range(0, 2**32 - 1),
     "run.eval_every_steps": COUNT_OR_ZERO,
     "run.eval_samples": COUNT,
+    "run.eval_temperature": NOT_NEGATIVE,
+    "run.eval_top_p": POSITIVE_FRACTION,
+    "run.eval_max_response_tokens": COUNT,
+    "run.eval_pass_at": COUNT,
     "run.profile_steps": COUNT,
     "run.stop_at_accuracy": POSITIVE_FRACTION,
     "run.stall_timeout_s": POSITIVE,
@@ -89,7 +96,7 @@ RANGES: dict[str, Range] = {
     "rollout.rollout_batch_size": COUNT,
     "rollout.group_size": COUNT,
     "rollout.max_response_tokens": COUNT,
-    "rollout.temperature": Range(0.01),  # vLLM samples at 0.01 where a request asks for less
+    "rollout.temperature": Range(MIN_TEMPERATURE),
     "rollout.stop_token_ids": COUNT_OR_ZERO,
     "rollout.dynamic_filtering_reward_range": FINITE,
     "rollout.dynamic_filtering_max_retries": COUNT_OR_ZERO,

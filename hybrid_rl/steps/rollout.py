@@ -1,7 +1,8 @@
-"""Responses to prompts, sampled for training or greedy for baselines and evaluation, and the sums of an evaluation."""
+"""Responses to prompts, sampled for training or greedy for baselines and evaluation."""
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -26,6 +27,7 @@ def collect_rollouts(
     stop_token_ids: Sequence[int],
     run_seed: int,
     step: int,
+    top_p: float = 1.0,
 ) -> list[Rollout]:
     """Return rollout.group_size sampled responses per prompt, with log-probs; a group's responses are consecutive.
 
@@ -33,8 +35,9 @@ def collect_rollouts(
         prompts:        this rank's prompts.
         stop_token_ids: end a response, which keeps the token.
         run_seed, step: determine the samples; the same for any number of ranks if rollout.seed_per_request.
+        top_p:          see Sampling; below 1 the log-probs are not the policy's.
     """
-    sampling = _sampling(config, config.temperature, stop_token_ids)
+    sampling = replace(_sampling(config, config.temperature, stop_token_ids), top_p=top_p)
     repeated = [prompt for prompt in prompts for _ in range(config.group_size)]
     sequence_ids = [p.prompt_id * config.group_size + k for p in prompts for k in range(config.group_size)]
     seeds = [request_seed(run_seed, step, i) for i in sequence_ids] if config.seed_per_request else None
@@ -56,27 +59,6 @@ def generate_greedy(
     sampling = _sampling(config, 0.0, stop_token_ids)
     generations = engine.generate([p.token_ids for p in prompts], sampling, None)
     return _rollouts(prompts, [p.prompt_id for p in prompts], generations, tokenizer, stop_token_ids)
-
-
-def evaluation_sums(responses: Sequence[Rollout], scores: Sequence[float], num_samples: int) -> dict[str, float]:
-    """Return sums over prompts of accuracy, mean score and mean response length, and of pass@k for k samples.
-
-    Args:
-        responses:   num_samples consecutive responses per prompt.
-        scores:      of each response; it is correct if its score is at least 1.
-    Returns:
-        accuracy: fraction of a prompt's responses that are correct. eval/pass@k: whether one of them is.
-    """
-    is_correct = [score >= 1 for score in scores]
-    sums = {
-        "accuracy": sum(is_correct) / num_samples,
-        "eval/score": sum(scores) / num_samples,
-        "eval/response_length": sum(len(r.response_ids) for r in responses) / num_samples,
-    }
-    if num_samples > 1:
-        groups = [is_correct[i : i + num_samples] for i in range(0, len(is_correct), num_samples)]
-        sums[f"eval/pass@{num_samples}"] = float(sum(any(group) for group in groups))
-    return sums
 
 
 def _sampling(config: RolloutConfig, temperature: float, stop_token_ids: Sequence[int]) -> Sampling:

@@ -20,7 +20,7 @@ from hybrid_rl.distributed import World
 from hybrid_rl.rewards import RemoteScorer, RunningNormalizer, ScorerPool
 from hybrid_rl.rewards.filtering import informative_rows
 from hybrid_rl.rewards.scoring import RewardSources, Scored, add_rewards, score_responses
-from hybrid_rl.steps.rollout import evaluation_sums
+from hybrid_rl.steps.judging import evaluation_sums
 from tests.conftest import make_rollout
 from tests.fuzz.cases import check_close, check_sentence
 from tests.fuzz.tokenizers import random_text
@@ -88,15 +88,19 @@ def check_groups(rng: random.Random, folder: Path) -> None:
     size = rng.randint(1, 3)
     rollouts = scored.rollouts[: len(scored.rollouts) // size * size]
     values = scores[: len(rollouts)]
-    sums = evaluation_sums(rollouts, values, size)
+    failed = [rng.random() < 0.1 for _ in rollouts]
+    sums = evaluation_sums(rollouts, values, failed, num_samples=size)
     parts = [values[first : first + size] for first in range(0, len(values), size)]
     wanted = {
         "accuracy": sum(Fraction(sum(v >= 1 for v in part), size) for part in parts),
-        "eval/score": sum(sum(part) / size for part in parts),
-        "eval/response_length": sum(len(r.response_ids) for r in rollouts) / size,
+        "score": sum(sum(part) / size for part in parts),
+        "response_length": sum(len(r.response_ids) for r in rollouts) / size,
+        "truncated": sum(r.is_truncated for r in rollouts) / size,
+        "num_failed": sum(failed) / size,
     }
     if size > 1:
-        wanted[f"eval/pass@{size}"] = sum(any(v >= 1 for v in part) for part in parts)
+        wanted[f"mean@{size}"] = wanted["accuracy"]
+        wanted[f"pass@{size}"] = sum(any(v >= 1 for v in part) for part in parts)
     assert sums.keys() == wanted.keys()
     for name, value in wanted.items():
         check_close(sums[name], float(value), name)

@@ -29,7 +29,7 @@ def sampling_params(sampling: Sampling, seed: int | None, *, num_requests: int) 
     return SamplingParams(
         n=1,
         temperature=sampling.temperature,
-        top_p=1.0,
+        top_p=sampling.top_p,
         top_k=0,
         min_p=0.0,
         presence_penalty=0.0,
