@@ -77,6 +77,20 @@ def test_a_killed_process_ends_the_wait(engine):
     assert type(copy) is EngineLostError and str(copy) == str(info.value)
 
 
+def test_an_engine_that_was_given_up_in_a_call_takes_no_other_one(engine):
+    processes, _ = engine
+    watch = EngineWatch(processes, stall_timeout_s=0.2)
+    with pytest.raises(EngineLostError, match="does not respond"):
+        watch.call(NEVER, "generate 8 responses")
+    calls = []
+    sentence = "^the rollout engine was given up in an earlier call; the trainer waits for it to take a seed$"
+    with pytest.raises(EngineLostError, match=sentence):
+        watch.call(lambda: calls.append("called"), "take a seed")
+    with pytest.raises(EngineLostError, match=sentence):
+        watch.wait(lambda seconds: True, "take a seed")
+    assert calls == []
+
+
 def test_a_process_that_ends_in_the_middle_of_a_call_explains_the_error_of_the_call(engine):
     processes, core = engine
     watch = EngineWatch(processes, stall_timeout_s=60.0)

@@ -47,7 +47,9 @@ class BucketCopies:
     def start(self, index: int) -> None:
         """Start to copy bucket `index` of the plan, and wait until the bucket before it is copied."""
         before = self._running
-        self._running = before or Call(lambda: self._call_workers("hybrid_load_buckets"))
+        self._running = before or self._watch.start(
+            lambda: self._call_workers("hybrid_load_buckets"), "copy the weights"
+        )
         self._send(self._running, index.to_bytes(4, "little"))
         if before:
             self._await_answers(before)

@@ -60,20 +60,29 @@ class EngineWatch:
         self.stall_timeout_s = stall_timeout_s
         self._num_signs = 0
         self.is_broken = False
-        """Whether a wait has ended early, so that the engine may be in the middle of a call."""
+        """Whether a wait has ended early, so that the engine may be in the middle of a call; no other one may start."""
 
     def sign_of_progress(self) -> None:
         """Start the time without progress of the current wait anew."""
         self._num_signs += 1
 
+    def start(self, work: Callable[[], T], doing: str) -> Call[T]:
+        """Return a call of the engine that has started in a thread.
+
+        Raises:
+            EngineLostError: a call before it was given up; its thread may still use vLLM's sockets, which take one.
+        """
+        self._raise_if_broken(doing)
+        return Call(work)
+
     def call(self, work: Callable[[], T], doing: str) -> T:
-        """Return the result of a function that calls the engine, and runs in a thread; see wait.
+        """Return the result of a function that calls the engine, and runs in a thread; see start and wait.
 
         Raises:
             EngineLostError: the engine is lost.
             Exception: what the function raises.
         """
-        call = Call(work)
+        call = self.start(work, doing)
         self.wait(call.has_ended, doing)
         return self.result(call, doing)
 
@@ -110,8 +119,10 @@ class EngineWatch:
             poll_s: how often the processes are looked at.
 
         Raises:
-            EngineLostError: a process of the engine has ended, or there was no progress for stall_timeout_s.
+            EngineLostError: a process of the engine has ended, or there was no progress for stall_timeout_s; or an
+                earlier wait has ended early.
         """
+        self._raise_if_broken(doing)
         progress = progress or (lambda: self._num_signs)
         idle_s, last_time, last_progress = 0.0, time.monotonic(), progress()
         is_complete = False
@@ -126,6 +137,12 @@ class EngineWatch:
             is_complete = True
         finally:
             self.is_broken |= not is_complete
+
+    def _raise_if_broken(self, doing: str) -> None:
+        if self.is_broken:
+            raise EngineLostError(
+                f"the rollout engine was given up in an earlier call; the trainer waits for it to {doing}"
+            )
 
     def _raise_if_ended(self, doing: str, cause: Exception | None = None) -> None:
         """Raise EngineLostError if a process of the engine has ended."""
