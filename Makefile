@@ -71,7 +71,7 @@ COMPILE := $(UV) pip compile --quiet --generate-hashes --no-header --no-annotate
 WITHOUT_HASH := /^torch==.*+cpu/,/[^\\]$$/ { s/^\(torch==[^ ]*\).*/\1/; /^ /d }
 
 lock: .venv/bin/uv  ## resolve requirements/*.in again; versions of the present locks stay where they can
-	$(COMPILE) $(TORCH_INDEX) --python-version 3.11 requirements/cpu.in -o requirements/cpu.txt
+	$(COMPILE) $(TORCH_INDEX) --override requirements/overrides.txt --python-version 3.11 requirements/cpu.in -o requirements/cpu.txt
 	$(COMPILE) --python-version 3.12 requirements/gpu.in -o requirements/gpu.txt
 	sed -i -e '$(WITHOUT_HASH)' -e '1i # From cpu.in by "make lock" for Python 3.11.' requirements/cpu.txt
 	sed -i -e '1i # From gpu.in by "make lock" for Python 3.12.' requirements/gpu.txt
