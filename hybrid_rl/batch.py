@@ -85,6 +85,11 @@ class Rollout:
                 f"the turns of sequence_id {self.sequence_id} have {num_tokens} tokens, its response "
                 f"{len(self.response_ids)}: they must be equal"
             )
+        if self.rollout_logprobs and len(self.rollout_logprobs) != self.num_sampled:
+            raise ValueError(
+                f"sequence_id {self.sequence_id} has {len(self.rollout_logprobs)} log-probs of the engine and "
+                f"{self.num_sampled} sampled tokens: they must be equal"
+            )
 
     @property
     def num_sampled(self) -> int:
@@ -226,7 +231,7 @@ def make_train_batch(rollouts: Sequence[Rollout]) -> TrainBatch:
     logprobs = torch.zeros(len(rollouts), width)
     for row, rollout in enumerate(rollouts):
         if rollout.rollout_logprobs:
-            logprobs[row, mask[row]] = torch.tensor(rollout.rollout_logprobs)
+            logprobs[row, mask[row]] = torch.tensor(rollout.rollout_logprobs, dtype=torch.float32)
     return TrainBatch(
         sequences=[torch.tensor(r.prompt.token_ids + r.response_ids) for r in rollouts],
         prompt_lengths=torch.tensor([len(r.prompt.token_ids) for r in rollouts], dtype=torch.int64),

@@ -24,7 +24,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from hybrid_rl.batch import Packed, Prompt, Rollout, make_train_batch, pack
+from hybrid_rl.batch import Packed, Prompt, Rollout, Turn, make_train_batch, pack
 from hybrid_rl.config import Config, ModelsConfig, PromptsConfig, RewardConfig
 from hybrid_rl.distributed.joining import FOLDER_VARIABLE
 from hybrid_rl.engines import RolloutEngine
@@ -193,23 +193,31 @@ def make_rollout(
     prompt_text: str = "",
     prefill: str = "",
     answer: str | None = None,
+    turns: Sequence[Turn] = (),
 ) -> Rollout:
     """Return a response to a prompt.
 
     Args:
         sequence_id:      None takes prompt_id, as for one response per prompt.
-        rollout_logprobs: None gives every response token -1.
+        rollout_logprobs: None gives every sampled token -1.
     """
+    num_sampled = sum(t.num_tokens for t in turns if t.is_sampled) if turns else len(response_ids)
     return Rollout(
         prompt=Prompt(
             prompt_id=prompt_id, text=prompt_text, token_ids=list(prompt_ids), prefill=prefill, answer=answer
         ),
         sequence_id=prompt_id if sequence_id is None else sequence_id,
         response_ids=list(response_ids),
-        rollout_logprobs=[-1.0] * len(response_ids) if rollout_logprobs is None else list(rollout_logprobs),
+        rollout_logprobs=[-1.0] * num_sampled if rollout_logprobs is None else list(rollout_logprobs),
         is_truncated=is_truncated,
         text=text,
+        turns=list(turns),
     )
+
+
+def make_turns(*lengths: int) -> list[Turn]:
+    """Return turns of some lengths: a positive number of sampled tokens, a negative one of an observation's."""
+    return [Turn(role="assistant" if n > 0 else "tool", num_tokens=abs(n)) for n in lengths]
 
 
 @pytest.fixture

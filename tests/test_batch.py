@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_rl.batch import Rollout, balance, join, make_train_batch, pack, split
-from tests.conftest import make_rollout
+from hybrid_rl.batch import Rollout, Turn, balance, join, make_train_batch, pack, split
+from tests.conftest import make_rollout, make_turns
 
 EOS = PAD = 2
 CPU = torch.device("cpu")
@@ -127,6 +127,84 @@ def test_pack_of_nothing_to_predict(rollouts, rows):
 def test_pack_of_a_batch_without_sequences():
     packed = pack(make_train_batch([]), [], CPU)
     assert packed.input_ids.shape == (1, 1) and packed.cu_seqlens.tolist() == [0, 1]
+
+
+# Conversations
+
+
+@pytest.fixture
+def conversations() -> list[Rollout]:
+    """A conversation 5 6 [7 8] 9 with an observation in brackets, one turn 5 6, and one that ends with [4]."""
+    return [
+        make_rollout([11, 12], [5, 6, 7, 8, 9], rollout_logprobs=[-1, -2, -3], turns=make_turns(2, -2, 1)),
+        make_rollout([13], [5, 6], rollout_logprobs=[-4, -5], prompt_id=1),
+        make_rollout([14], [3, 2, 4], rollout_logprobs=[-6, -7], prompt_id=2, turns=make_turns(1, 1, -1)),
+    ]
+
+
+def test_a_conversation_is_trained_on_its_sampled_tokens(conversations):
+    batch = make_train_batch(conversations)
+    assert [r.num_sampled for r in conversations] == [3, 2, 2]
+    assert batch.response_mask.int().tolist() == [[1, 1, 0, 0, 1], [1, 1, 0, 0, 0], [1, 1, 0, 0, 0]]
+    assert batch.turn_ids.tolist() == [[0, 0, 0, 0, 1], [0, 0, 0, 0, 0], [0, 1, 0, 0, 0]]
+    assert batch.rollout_logprobs.tolist() == [[-1, -2, 0, 0, -3], [-4, -5, 0, 0, 0], [-6, -7, 0, 0, 0]]
+    assert batch.response_lengths.tolist() == [3, 2, 2]
+    assert batch.sequence_lengths == [7, 3, 4]
+
+
+def test_a_conversation_is_read_whole_and_predicts_its_sampled_tokens(conversations):
+    packed = pack(make_train_batch(conversations), [2, 0], CPU)
+    # N:                                   0  1  2  3 | 4   5   6  7  8  9  10
+    assert packed.input_ids.tolist() == [[14, 3, 2, 4, 11, 12, 5, 6, 7, 8, 9]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6]]
+    assert packed.last_index.tolist() == [3, 10]
+    assert packed.response_index.tolist() == [0, 1, 5, 6, 9]  # the first token of a turn follows the observation
+    assert packed.targets.tolist() == [3, 2, 5, 6, 9]
+    assert packed.token_rows.tolist() == [2, 2, 0, 0, 0]
+    assert packed.token_columns.tolist() == [0, 1, 0, 1, 4]
+
+
+def test_a_response_that_is_one_turn_gives_the_batch_of_a_response_without_turns():
+    plain = make_train_batch([make_rollout([1, 2], [3, 4, 5])])
+    one = make_train_batch([make_rollout([1, 2], [3, 4, 5], turns=make_turns(3))])
+    assert plain.turn_ids is None and one.turn_ids.tolist() == [[0, 0, 0]]
+    assert torch.equal(plain.response_mask, one.response_mask)
+    assert torch.equal(plain.rollout_logprobs, one.rollout_logprobs)
+    for name, value in vars(pack(plain, [0], CPU)).items():
+        other = getattr(pack(one, [0], CPU), name)
+        assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, name
+
+
+def test_rows_with_and_without_turns_are_joined(conversations):
+    talked, plain = make_train_batch(conversations[:1]), make_train_batch(conversations[1:2])
+    talked = talked.with_fields(token_rewards=torch.tensor([[0.0, 1, 0, 0, 2]]))
+    for parts, rows in (([talked, plain], [0, 1]), ([plain, talked], [1, 0])):
+        joined = join(parts)
+        assert joined.turn_ids[rows].tolist() == [[0, 0, 0, 0, 1], [0, 0, 0, 0, 0]]
+        assert joined.token_rewards[rows].tolist() == [[0, 1, 0, 0, 2], [0, 0, 0, 0, 0]]
+        assert joined.response_mask[rows].int().tolist() == [[1, 1, 0, 0, 1], [1, 1, 0, 0, 0]]
+
+
+def test_a_reward_of_a_turn_is_paid_at_its_last_sampled_token():
+    def turn(num_tokens: int, reward: float, role: str = "assistant") -> Turn:
+        return Turn(role=role, num_tokens=num_tokens, reward=reward)
+
+    observation = Turn(role="user", num_tokens=2)
+    turns = [turn(0, 7.0), turn(2, 1.0), observation, turn(3, 0.0), observation, turn(0, 5.0), turn(1, -2.0)]
+    rollout = make_rollout([1], [9] * 10, turns=turns)
+    # The first turn has no token before it; the empty turn behind the second observation is paid before that one.
+    assert rollout.turn_rewards == [(1, 1.0), (6, 5.0), (9, -2.0)]
+    assert make_rollout([1], [9]).turn_rewards == []
+
+
+def test_turns_divide_the_whole_response():
+    with pytest.raises(ValueError, match=r"the turns of sequence_id 3 have 4 tokens, its response 5"):
+        make_rollout([1], [9] * 5, prompt_id=3, turns=make_turns(2, -2))
+
+
+def test_every_sampled_token_has_a_logprob_and_no_other():
+    with pytest.raises(ValueError, match=r"sequence_id 3 has 4 log-probs of the engine and 2 sampled tokens"):
+        make_rollout([1], [9] * 4, prompt_id=3, turns=make_turns(2, -2), rollout_logprobs=[-1.0] * 4)
 
 
 def test_split_by_hand():

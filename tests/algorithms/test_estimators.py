@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rl.algorithms.advantage import moments
-from hybrid_rl.algorithms.estimators import TokenRewards, group_advantages, token_advantages
+from hybrid_rl.algorithms.estimators import TokenRewards, group_advantages, token_advantages, turn_advantages
 from hybrid_rl.algorithms.specs import ESTIMATORS
 
 GROUP_ESTIMATORS = sorted(name for name, spec in ESTIMATORS.items() if spec.compares_group)
@@ -93,6 +93,47 @@ def test_group_advantages_name_the_wrong_input():
         group_advantages(torch.ones(3), ids, estimator="opo")
 
 
+# The turns of a conversation are compared
+
+# Rewards of the turns of four conversations, of which the first three belong to one group.
+TURN_REWARDS = torch.tensor([[1.0, 0, 2], [0, 4, 0], [3, 0, 0], [5, 0, 0]], dtype=torch.float64)
+TURN_LENGTHS = torch.tensor([[2, 1, 4], [3, 2, 0], [1, 0, 0], [6, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    "estimator, expected",
+    [
+        # Returns with turn_gamma 0.5: 1.5 1 2 | 2 4 | 3. Turn 0 compares 1.5 2 3, turn 1 compares 1 4, turn 2 nothing.
+        ("dr_grpo", [[1.5 - 6.5 / 3, 1 - 2.5, 0], [2 - 6.5 / 3, 4 - 2.5, 0], [3 - 6.5 / 3, 0, 0]]),
+        ("rloo", [[1.5 - 2.5, 1 - 4, 0], [2 - 2.25, 4 - 1, 0], [3 - 1.75, 0, 0]]),
+        # Weighted by the lengths of the turns: (2*1.5 + 3*2 + 1*3) / 6 = 2 and (1*1 + 2*4) / 3 = 3.
+        ("opo", [[1.5 - 2, 1 - 3, 0], [2 - 2, 4 - 3, 0], [3 - 2, 0, 0]]),
+    ],
+)
+def test_turns_are_compared_with_the_same_turn_of_the_group_by_hand(estimator, expected):
+    ids = torch.tensor([7, 7, 7, 8, 8])
+    rewards, lengths = (torch.cat([x, x[3:]]) for x in (TURN_REWARDS, TURN_LENGTHS))
+    found = turn_advantages(rewards, lengths, ids, estimator=estimator, turn_gamma=0.5)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found[:3], torch.tensor(expected))
+    assert found[3:].tolist() == [[0, 0, 0], [0, 0, 0]]  # equal rewards
+
+
+def test_conversations_of_one_turn_are_compared_as_responses():
+    rewards, lengths, ids = torch.tensor([1.0, 2, 6, 4]), torch.tensor([2, 0, 3, 1]), torch.tensor([0, 0, 0, 0])
+    for estimator in GROUP_ESTIMATORS:
+        by_turn = turn_advantages(rewards[:, None], lengths[:, None], ids, estimator=estimator, turn_gamma=0.5)
+        assert torch.equal(by_turn[:, 0], group_advantages(rewards, ids, estimator=estimator, lengths=lengths))
+
+
+def test_turn_advantages_name_the_wrong_input():
+    arguments = (TURN_REWARDS, TURN_LENGTHS, torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"turn_gamma must lie in \[0, 1\], got 2"):
+        turn_advantages(*arguments, estimator="grpo", turn_gamma=2)
+    with pytest.raises(ValueError, match="grpo, rloo, dr_grpo"):
+        turn_advantages(*arguments, estimator="gae", turn_gamma=1)
+
+
 # Estimators that give every token its own advantage; tests/algorithms/test_advantage.py has their maths
 
 TOKENS = TokenRewards(
@@ -126,6 +167,29 @@ def test_reinforce_pp_and_remax_by_hand():
     expected = torch.tensor([[0.65, 0.75], [-3.0, 0], [0, 0]])
     torch.testing.assert_close(found.advantages, expected)
     torch.testing.assert_close(found.moments, moments(expected, TOKENS.response_mask))
+
+
+def test_returns_of_a_conversation_by_hand():
+    """Two turns of one token around an observation: 2 is paid at the first, 1 at the end; gamma 0.9, turn_gamma 0.5."""
+    tokens = TokenRewards(
+        rewards=torch.tensor([1.0]),
+        token_rewards=torch.tensor([[2.0, math.nan, 0.0]]),
+        response_mask=torch.tensor([[True, False, True]]),
+        turn_ids=torch.tensor([[0, 0, 1]]),
+        turn_gamma=0.5,
+        gamma=0.9,
+        baselines=torch.tensor([0.25]),
+        values=torch.tensor([[0.5, math.nan, 2.0]]),
+        gae_lambda=0.5,
+    )
+    torch.testing.assert_close(
+        token_advantages(tokens, estimator="reinforce_pp").advantages, torch.tensor([[2.45, 0, 1.0]])
+    )
+    torch.testing.assert_close(token_advantages(tokens, estimator="remax").advantages, torch.tensor([[2.2, 0, 0.75]]))
+    # GAE: A_2 = 1 - 2. A_0 = 2 + 0.45 * 2 - 0.5 + 0.45 * 0.5 * -1.
+    found = token_advantages(tokens, estimator="gae")
+    torch.testing.assert_close(found.advantages, torch.tensor([[2.175, 0, -1.0]]))
+    torch.testing.assert_close(found.returns, torch.tensor([[2.675, 0, 1.0]]))
 
 
 @pytest.mark.parametrize("estimator", sorted(set(ESTIMATORS) - set(GROUP_ESTIMATORS)))

@@ -141,8 +141,9 @@ def test_gae_exchanges_one_map_per_thread_between_lanes():
         "BLOCK": 2048,
     }
     ptx = compiled(gae_kernels.hybrid_rl_gae_kernel, arguments, num_warps=8).asm["ptx"]
-    # 44, moments included, for the eight tokens of a thread; one scan over all tokens had 76 (Triton 3.9.0).
-    assert ptx.count("shfl.sync") <= 48
+    # 64, moments included, for the eight tokens of a thread: 44 for the maps and 20 for the value of the next sampled
+    # token; one scan over all tokens had 76 for the maps alone (Triton 3.9.0).
+    assert ptx.count("shfl.sync") <= 64
 
 
 def test_moment_kernels():

@@ -10,7 +10,7 @@ from hybrid_rl.batch import TrainBatch, make_train_batch
 from hybrid_rl.config import AdvantageConfig
 from hybrid_rl.distributed import World
 from hybrid_rl.steps.advantages import add_advantages
-from tests.conftest import make_rollout
+from tests.conftest import make_rollout, make_turns
 
 WORLD = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 
@@ -147,3 +147,76 @@ def test_kl_without_a_reference_is_an_error():
     batch = scored_batch([2, 1], [1.0, 0.0], [0, 1], values=torch.zeros(2, 2))
     with pytest.raises(ValueError, match=r"kl_coef is 0\.1 but kl is None"):
         add_advantages(batch, AdvantageConfig(kl_coef=0.1), WORLD)
+
+
+# Conversations
+
+
+def talked_batch(**fields) -> TrainBatch:
+    """Return two conversations of one group, s s [o] s and s [o o] s, and s s of another; KL estimates are 1."""
+    batch = make_train_batch(
+        [
+            make_rollout([1], [4] * 4, prompt_id=7, sequence_id=0, turns=make_turns(2, -1, 1)),
+            make_rollout([1], [4] * 4, prompt_id=7, sequence_id=1, turns=make_turns(1, -2, 1)),
+            make_rollout([1], [4] * 2, prompt_id=8, sequence_id=2),
+            make_rollout([1], [4] * 2, prompt_id=8, sequence_id=3),
+        ]
+    )
+    observed = torch.full(batch.response_mask.shape, math.nan)
+    return batch.with_fields(
+        rewards=torch.tensor([3.0, 1.0, 0.5, 0.5]),
+        token_rewards=torch.tensor([[0.0, 2, math.nan, 0], [0, math.nan, math.nan, 0], [0, 0, 0, 0], [0, 0, 0, 0]]),
+        old_logprobs=torch.where(batch.response_mask, -1.0, observed),
+        ref_logprobs=torch.where(batch.response_mask, -2.0, observed),
+        **fields,
+    )
+
+
+def test_gae_of_conversations_with_rewards_of_turns_and_kl_by_hand():
+    """Row 0 is paid 2 at token 1 and the remaining 1 at token 3; every sampled token pays 0.1 for its KL."""
+    values = torch.tensor([[1.0, 2, math.nan, 4], [1, math.nan, math.nan, 2], [0, 0, 9, 9], [0, 0, 9, 9]])
+    config = AdvantageConfig(gae_lambda=0.5, kl_coef=0.1, whiten=False, turn_gamma=0.5)
+    done, sums = add_advantages(talked_batch(values=values), config, WORLD)
+    last = 1 - 0.1 - 4  # A_3 of row 0
+    first = 2 - 0.1 + 0.5 * 4 - 2 + 0.25 * last  # A_1, which the value after the observation bootstraps
+    second = 1 - 0.1 - 2  # A_3 of row 1
+    expected = [
+        [-0.1 + 2 - 1 + 0.5 * first, first, 0, last],
+        [-0.1 + 0.5 * 2 - 1 + 0.25 * second, 0, 0, second],
+        [-0.1 + 0.5 * 0.4, 0.4, 0, 0],
+        [-0.1 + 0.5 * 0.4, 0.4, 0, 0],
+    ]
+    torch.testing.assert_close(done.advantages, torch.tensor(expected))
+    torch.testing.assert_close(done.returns, torch.tensor(expected) + torch.where(done.response_mask, values, 0))
+    assert sums["kl"] == pytest.approx(3 + 2 + 2 + 2)
+
+
+@pytest.mark.parametrize("estimator, good", [("grpo", 1 / (math.sqrt(2) + 1e-6)), ("rloo", 2.0), ("dr_grpo", 1.0)])
+def test_group_estimators_compare_all_that_conversations_are_paid(estimator, good):
+    done, _ = add_advantages(talked_batch(), AdvantageConfig(estimator=estimator), WORLD)
+    expected = [[good, good, 0, good], [-good, 0, 0, -good], [0, 0, 0, 0], [0, 0, 0, 0]]
+    torch.testing.assert_close(done.advantages, torch.tensor(expected))
+
+
+def test_turns_are_compared_by_hand():
+    """Returns of turns with turn_gamma 0.5: 2 + 0.5 and 1 of row 0, 0.5 and 1 of row 1."""
+    config = AdvantageConfig(estimator="dr_grpo", credit="turn", turn_gamma=0.5, kl_coef=0.1)
+    done, _ = add_advantages(talked_batch(), config, WORLD)
+    expected = [[0.9, 0.9, 0, -0.1], [-1.1, 0, 0, -0.1], [-0.1, -0.1, 0, 0], [-0.1, -0.1, 0, 0]]
+    torch.testing.assert_close(done.advantages, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "dr_grpo", "opo", "reinforce_pp_baseline"])
+def test_without_turns_responses_and_turns_are_compared_alike(estimator):
+    batch = scored_batch([2, 1, 1, 2], [1.0, 0.3, 0.0, 0.4], [7, 8, 7, 8])
+    by_response, _ = add_advantages(batch, AdvantageConfig(estimator=estimator), WORLD)
+    by_turn, _ = add_advantages(batch, AdvantageConfig(estimator=estimator, credit="turn"), WORLD)
+    assert torch.equal(by_turn.advantages, by_response.advantages)
+
+
+def test_whitening_counts_sampled_tokens():
+    done, _ = add_advantages(talked_batch(), AdvantageConfig(estimator="reinforce_pp_baseline"), WORLD)
+    raw = torch.tensor([1.0, 1, 1, -1, -1, 0, 0, 0, 0])
+    expected = (raw - raw.mean()) / raw.std(correction=0)
+    torch.testing.assert_close(done.advantages[done.response_mask], expected)
+    assert not done.advantages[~done.response_mask].any()
