@@ -19,11 +19,23 @@ def printable(text: str) -> str:
 
 
 def hide_passwords(text: str) -> str:
-    """Return a text with *** in place of the user name and the password in every URL."""
-    return _USER_IN_URL.sub("***@", text)
+    """Return a text with *** in place of user name, password and secret parameters in every URL."""
+    return _SECRET_PARAMETER.sub(r"\1=***", _USER_IN_URL.sub("***@", text))
+
+
+def secret_in_url(text: str) -> str | None:
+    """Return what is secret in a URL, without the secret itself; None if nothing is."""
+    if "://" not in text:
+        return None
+    if _USER_IN_URL.search(text):
+        return "a user name or password"
+    found = _SECRET_PARAMETER.search(text)
+    return f"the parameter {found[1]}" if found else None
 
 
 _USER_IN_URL = re.compile(r"(?<=//)[^/\s]*@")
+_SECRET = r"\w*token|api_?key|key|\w*secret|passw\w*|pwd|auth|credential|signature|sig"
+_SECRET_PARAMETER = re.compile(rf"(?<=[?&;])((?:[\w.-]*[-_.])?(?:{_SECRET}))=[^&;#\s'\"]+", re.IGNORECASE)
 
 
 def _is_harmless(character: str) -> bool:

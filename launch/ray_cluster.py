@@ -40,6 +40,7 @@ PROGRAM = "python launch/ray_cluster.py"
 FORWARDED = (
     *("CUDA_", "DS_", "GLOO_", "HF_", "HUGGING_FACE_HUB_", "HYBRID_RL_", "NCCL_", "OMP_", "TOKENIZERS_", "TORCH_"),
     *("TRANSFORMERS_", "VLLM_"),
+    *("MLFLOW_", "TRACKIO_", "WANDB_"),
 )
 """Prefixes of the environment variables that workers inherit from this process, besides those of their node."""
 SECRET = frozenset({"TOKEN", "KEY", "SECRET", "PASSWORD"})

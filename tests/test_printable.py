@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_rl.monitoring.metrics import write_rollouts
-from hybrid_rl.printable import PrintableRecord, hide_passwords, printable
+from hybrid_rl.printable import PrintableRecord, hide_passwords, printable, secret_in_url
 from hybrid_rl.rewards.remote import RemoteScorer
 from hybrid_rl.validate import validate
 from launch.colocated import parse
@@ -43,6 +43,23 @@ ORDINARY = "na\u00efve \u4f60\u597d\u3000\U0001f600 \u00a0\\u001b"
 )
 def test_what_a_terminal_obeys_is_escaped_and_other_text_stays(text, shown):
     assert printable(text) == shown
+
+
+@pytest.mark.parametrize(
+    "url, hidden, secret",
+    [
+        ("http://me:pw@h/score", "http://***@h/score", "a user name or password"),
+        ("https://h/d.jsonl?a=1&token=t1&b=2", "https://h/d.jsonl?a=1&token=***&b=2", "the parameter token"),
+        ("https://h/d?X-Amz-Signature=ab%2F#x", "https://h/d?X-Amz-Signature=***#x", "the parameter X-Amz-Signature"),
+        ("https://h/d?api_key=k", "https://h/d?api_key=***", "the parameter api_key"),
+        ("https://h/d?split=train&page=2", "https://h/d?split=train&page=2", None),
+        ("https://h/d?monkey=1&design=2", "https://h/d?monkey=1&design=2", None),
+        ("data/monkey=1.jsonl", "data/monkey=1.jsonl", None),
+    ],
+)
+def test_secrets_in_urls_are_found_and_hidden(url, hidden, secret):
+    assert hide_passwords(f"GET {url} fails") == f"GET {hidden} fails"
+    assert secret_in_url(url) == secret
 
 
 def test_a_json_text_keeps_its_meaning():

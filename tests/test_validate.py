@@ -215,6 +215,16 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "update.tensor_parallel_size = 2: needs models.lora.rank = 0, not 8; DeepSpeed shards no layer with adapters",
     ),
     ({"update.clip_low": -0.1}, "update.clip_low = -0.1: must lie in [0, 1]"),
+    (
+        {"reward.remote_urls": ["http://h/score?token=t1"]},
+        "reward.remote_urls holds a URL with the parameter token, which config.yaml, messages and trackers would show: "
+        "put it into ~/.netrc, or name an environment variable in reward.remote_headers",
+    ),
+    (
+        {"prompts.path": "https://me:pw@h/rows.jsonl"},
+        "prompts.path holds a URL with a user name or password, which config.yaml, messages and trackers would show: "
+        "give a URL without it, or the path of a file",
+    ),
     ({"update.clip_low": 1.0}, "update.clip_low = 1.0: must be below 1 unless update.policy_loss = cispo"),
     (
         {"update.zero_stage": 0, "memory.swap": "deepspeed"},

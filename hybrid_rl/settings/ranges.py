@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_rl.config import Config
+from hybrid_rl.printable import secret_in_url
 from hybrid_rl.settings.types import get_setting, is_optional, setting_types, show
 
 
@@ -163,12 +164,18 @@ REMEDIES = {
 }
 """Text -> what to give instead of nothing."""
 
+SECRET_REMEDIES = {
+    "reward.remote_urls": "put it into ~/.netrc, or name an environment variable in reward.remote_headers",
+}
+"""Text -> where the secret of a URL is read from instead."""
+
 
 def broken_values(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the name of every setting whose value breaks a rule on its own, and a sentence; types must be right."""
     for name in setting_types():
         value = get_setting(config, name)
         sentence = _number_sentence(name, value) or _text_sentence(name, value) or _list_sentence(name, value)
+        sentence = sentence or _secret_sentence(name, value)
         if sentence:
             yield name, sentence
 
@@ -192,6 +199,17 @@ def _text_sentence(name: str, value: Any) -> str | None:
         if name not in KEEPS_BLANKS and not text.isprintable():
             return f"{name} = {show(value)}: must hold no line end and no control character"
     return None
+
+
+def _secret_sentence(name: str, value: Any) -> str | None:
+    """Return the sentence for a secret in a URL, at any depth of the value."""
+    if isinstance(value, str):
+        secret = secret_in_url(value)
+        remedy = SECRET_REMEDIES.get(name, "give a URL without it, or the path of a file")
+        shown = "which config.yaml, messages and trackers would show"
+        return f"{name} holds a URL with {secret}, {shown}: {remedy}" if secret else None
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return next((sentence for item in items if (sentence := _secret_sentence(name, item))), None)
 
 
 def _list_sentence(name: str, value: Any) -> str | None:
