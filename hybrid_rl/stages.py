@@ -101,14 +101,6 @@ def generate(run: Run, step: int, prompts: Sequence[Prompt]) -> tuple[list[Rollo
     return sampled, rollout.generate_greedy(*arguments, stop_token_ids=stop_token_ids)
 
 
-def evaluate_and_generate(
-    run: Run, step: int, prompts: Sequence[Prompt]
-) -> tuple[Metrics, tuple[list[Rollout], list[Rollout]] | None]:
-    """Return the evaluation of a step and the responses of `generate`; None if the evaluation ends the run."""
-    evaluation = evaluate(run, step)
-    return evaluation, None if is_target_reached(run, evaluation) else generate(run, step, prompts)
-
-
 def evaluate(run: Run, step: int, *, is_final: bool = False) -> Metrics:
     """Return the accuracy on held-out prompts where an evaluation is due: first, every few steps and last; else {}."""
     every = run.config.run.eval_every_steps

@@ -1,13 +1,15 @@
 """The training loop on one page. `stages.py` has what each phase does, `memory/residency.py` which tenants it needs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
+from hybrid_rl.batch import Prompt, Rollout
 from hybrid_rl.build import build
 from hybrid_rl.config import Config
 from hybrid_rl.errors import EngineLostError
 from hybrid_rl.memory.residency import ROLLOUT, SCORE, SYNC, UPDATE_ACTOR, UPDATE_CRITIC, Phase
+from hybrid_rl.monitoring.start import Start
 from hybrid_rl.rewards.filtering import DynamicFilter
 from hybrid_rl.rewards.scoring import Scored, balance_by_tokens
 from hybrid_rl.run import Metrics, Run
@@ -16,10 +18,10 @@ from hybrid_rl.stages import (
     compute_logprobs,
     end_preempted,
     evaluate,
-    evaluate_and_generate,
     export,
     finish_saving,
     generate,
+    is_target_reached,
     is_unsaved,
     keep_best,
     make_batch,
@@ -38,13 +40,17 @@ from hybrid_rl.weights.sync import SyncReport
 T = TypeVar("T")
 
 
-def train(config: Config) -> Metrics:
+def train(config: Config, start: Start | None = None) -> Metrics:
     """Run the steps that are not done yet and return the last evaluation; every rank calls it.
+
+    Args:
+        config: settings of the run.
+        start: stages of the start so far; None for a start that begins here.
 
     Raises:
         ConfigError: a setting or an input file cannot work; before any model loads.
     """
-    run = build(config)
+    run = build(config, start)
     try:
         with run.recorder, run.preemption:
             return loop(run)
@@ -84,7 +90,8 @@ def train_step(run: Run, step: int) -> bool:
         actor = update_actor(run, step, batch)
     state = logprob_gap | kl | synced.metrics() | restart_metrics(run) | run.memory.device_memory.metrics()
     metrics = evaluation | filtering | critic | actor | state
-    run.recorder.step(step, scored.rollouts, batch, scored.sums | sums, metrics)
+    sums, counts, details = scored.sums | sums, scored.counts, scored.details
+    run.recorder.step(step, scored.rollouts, batch, sums, metrics, counts=counts, details=details)
     save(run, step)
     return True
 
@@ -106,6 +113,14 @@ def roll_out(run: Run, step: int, work: Callable[[], T]) -> tuple[SyncReport, T]
                 raise
             loss = str(error)  # the error itself holds tensors, by its trace
         restart_engine(run, step, loss)
+
+
+def evaluate_and_generate(
+    run: Run, step: int, prompts: Sequence[Prompt]
+) -> tuple[Metrics, tuple[list[Rollout], list[Rollout]] | None]:
+    """Return the evaluation of a step and the responses of `generate`; None if the evaluation ends the run."""
+    evaluation = evaluate(run, step)
+    return evaluation, None if is_target_reached(run, evaluation) else generate(run, step, prompts)
 
 
 def finish(run: Run, last_step: int) -> Metrics:

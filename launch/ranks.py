@@ -25,6 +25,7 @@ from hybrid_rl.distributed.processes import read_state
 from hybrid_rl.errors import PreemptedError, RankLostError, RunError
 from hybrid_rl.machine.visible_devices import VARIABLE, name_of_rank
 from hybrid_rl.monitoring import signals
+from hybrid_rl.monitoring.start import Start, process_start_ns
 from hybrid_rl.printable import escape_messages, print_trace
 
 END_LIMIT_S = 26.0
@@ -35,8 +36,14 @@ PREFIX = "hybrid_rl_ranks_"
 SPAWN = multiprocessing.get_context("spawn")
 
 
-def run_rank(config: Config) -> None:
-    """Train as the rank that torch's environment variables name; the process sees the GPU of this rank alone.
+def run_rank(config: Config, *, handles_signals: bool = True) -> dict[str, float]:
+    """Train as the rank that torch's environment variables name, and return the last evaluation.
+
+    The process sees the GPU of this rank alone.
+
+    Args:
+        config: settings of the run.
+        handles_signals: whether SIGTERM and SIGINT end the process in one sentence; otherwise the program has handlers.
 
     Raises:
         ConfigError: a setting or an input file cannot work.
@@ -45,23 +52,27 @@ def run_rank(config: Config) -> None:
     is_alone = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 1
     if not is_alone:
         os.environ[VARIABLE] = name_of_rank(os.environ, int(os.environ["LOCAL_RANK"]))
-    signals.handle_signals(is_quiet=not is_alone)
+    if handles_signals:
+        signals.handle_signals(is_quiet=not is_alone)
     if config.checkpoint.on_sigterm:
         signals.exit_with(signal.SIGTERM, PreemptedError.exit_code)
-    from transformers.utils.logging import disable_progress_bar
+    with Start() as start:
+        with start.stage("imports and settings", since_ns=process_start_ns() if handles_signals else None):
+            from transformers.utils.logging import disable_progress_bar
 
-    from hybrid_rl.distributed import end_for_lost_rank, leave_world
-    from hybrid_rl.trainer import train
+            from hybrid_rl.distributed import end_for_lost_rank, leave_world
+            from hybrid_rl.trainer import train
 
-    disable_progress_bar()
-    with end_for_lost_rank():
-        train(config)
-        leave_world()
+            disable_progress_bar()
+        with end_for_lost_rank():
+            evaluation = train(config, start)
+            leave_world()
     signals.raise_if_received()
+    return evaluation
 
 
 def launch_ranks(
-    config: Config, num_ranks: int, run: Callable[[Config], None] = run_rank, context: BaseContext = SPAWN
+    config: Config, num_ranks: int, run: Callable[[Config], object] = run_rank, context: BaseContext = SPAWN
 ) -> None:
     """Run one process per rank on this node, and wait for all.
 
@@ -77,7 +88,7 @@ def launch_ranks(
     # The threads of all ranks share the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
     if config.checkpoint.on_sigterm:
-        signals.defer(_deferral(config.checkpoint.grace_s))
+        signals.defer(deferral(config.checkpoint.grace_s))
     remove_dead_folders()
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
         board = FolderBoard(Path(folder))
@@ -106,13 +117,13 @@ def _end_at_once(ranks: "Ranks", folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _deferral(grace_s: float) -> signals.Deferral:
-    """Return what SIGTERM does in the launcher: it goes to the ranks, which end with a checkpoint."""
+def deferral(grace_s: float) -> signals.Deferral:
+    """Return what SIGTERM does in a process that starts ranks: it goes to them, and they end with a checkpoint."""
     text = f"the run ends with a checkpoint within checkpoint.grace_s = {grace_s:g} s"
     return signals.Deferral(grace_s=grace_s + signals.CLOSE_LIMIT_S + END_LIMIT_S, describe=lambda: text)
 
 
-def _run_process(config: Config, rank: int, num_ranks: int, folder: str, run: Callable[[Config], None]) -> None:
+def _run_process(config: Config, rank: int, num_ranks: int, folder: str, run: Callable[[Config], object]) -> None:
     """Run a rank in this process, and leave the sentences of its error to the launcher."""
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     os.environ.update({name: str(value) for name, value in places.items()})

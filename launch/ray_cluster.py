@@ -7,12 +7,12 @@ python launch/ray_cluster.py --config my.yaml --max_failures 3                re
 The checkout, the models, the data and `run.dir` must have the same path on every node.
 """
 
+import logging
 import os
-import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,16 @@ from ray.train.v2._internal.exceptions import RayTrainError  # noqa: E402
 
 from hybrid_rl.config import Config, ConfigError, check  # noqa: E402
 from hybrid_rl.errors import RankLostError, RunError  # noqa: E402
+from hybrid_rl.monitoring import signals  # noqa: E402
+from hybrid_rl.monitoring.start import Start  # noqa: E402
 from hybrid_rl.printable import escape_messages  # noqa: E402
 from hybrid_rl.settings.types import shorten  # noqa: E402
 
 from .commands import description  # noqa: E402
+from .ray_end import ending_workers, follow  # noqa: E402
 from .settings import exit_on_config_error, make_parser, prepare, print_error, read_settings  # noqa: E402
+
+logger = logging.getLogger(__name__)
 
 PROGRAM = "python launch/ray_cluster.py"
 FORWARDED = (
@@ -148,15 +153,18 @@ def work(job: Mapping[str, Any]) -> None:
         raise FileNotFoundError(f"{folder} does not exist on {socket.gethostname()}: every node must have it")
     os.chdir(folder)  # paths in the settings are relative to the driver's folder
     os.environ.update(job["secrets"].values)
-    from transformers.utils.logging import disable_progress_bar
+    follow(job["request"])
+    with Start(is_shown=get_context().get_world_rank() == 0) as start:
+        with start.stage("imports"):
+            from transformers.utils.logging import disable_progress_bar
 
-    from hybrid_rl.distributed import end_for_lost_rank, leave_world
-    from hybrid_rl.trainer import train
+            from hybrid_rl.distributed import end_for_lost_rank, leave_world
+            from hybrid_rl.trainer import train
 
-    disable_progress_bar()
-    with end_for_lost_rank():
-        train(job["config"])
-        leave_world()
+            disable_progress_bar()
+        with end_for_lost_rank():
+            train(job["config"], start)
+            leave_world()
 
 
 def wait_for_resources(cluster: Cluster) -> int:
@@ -182,11 +190,16 @@ def wait_for_resources(cluster: Cluster) -> int:
     )
 
 
-def make_trainer(config: Config, cluster: Cluster, num_workers: int) -> TorchTrainer:
+def make_trainer(config: Config, cluster: Cluster, num_workers: int, request: Any) -> TorchTrainer:
     """Return Ray's trainer, which places the workers node by node, joins them, and restarts them after a failure."""
     return TorchTrainer(
         work,
-        train_loop_config={"config": config, "folder": os.getcwd(), "secrets": secrets(config, os.environ)},
+        train_loop_config={
+            "config": config,
+            "folder": os.getcwd(),
+            "secrets": secrets(config, os.environ),
+            "request": request,
+        },
         torch_config=RanksJoinThemselves(),
         scaling_config=ScalingConfig(
             num_workers=num_workers, use_gpu=not cluster.cpu, resources_per_worker={cluster.resource: 1}
@@ -237,9 +250,28 @@ def launch(config: Config, cluster: Cluster) -> None:
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(cluster.wait_s))
     ray.init(address=cluster.address, runtime_env={"env_vars": job_environment(os.environ)}, log_to_driver=True)
     try:
-        make_trainer(config, cluster, wait_for_resources(cluster)).fit()
+        warn_of_open_ports([node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]], os.environ)
+        num_workers = wait_for_resources(cluster)
+        with ending_workers(config) as request:
+            make_trainer(config, cluster, num_workers, request).fit()
     finally:
         ray.shutdown()
+
+
+def warn_of_open_ports(addresses: Collection[str], environment: Mapping[str, str]) -> None:
+    """Warn if the cluster spans several machines and takes commands without a token.
+
+    Args:
+        addresses: of the nodes that are alive.
+        environment: of this process after it has joined the cluster, in which Ray names its way of authentication.
+    """
+    num_machines = len(set(addresses))
+    if num_machines > 1 and environment.get("RAY_AUTH_MODE", "").lower() != "token":
+        logger.warning(
+            "the Ray cluster spans %d machines and asks for no token: whoever reaches a port of it can run code there; "
+            "set RAY_AUTH_MODE=token on every node, or make sure that only these machines reach their network",
+            num_machines,
+        )
 
 
 def report_failure(error: TrainingFailedError) -> int:
@@ -279,13 +311,18 @@ def main(arguments: list[str] | None = None, program: str = PROGRAM) -> None:
     """Read and check the settings, then train; see parse."""
     escape_messages()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))  # on which Ray stops the workers
+    signals.handle_signals()
     config, cluster = parse(arguments, program)
     try:
         with exit_on_config_error():
             launch(prepare(config), cluster)
     except TrainingFailedError as error:
+        signals.raise_if_received()
         sys.exit(report_failure(error))
+    except BaseException:
+        signals.raise_if_received()  # Ray's own error after it has stopped the workers
+        raise
+    signals.raise_if_received()
 
 
 if __name__ == "__main__":

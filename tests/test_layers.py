@@ -11,7 +11,7 @@ MODULES = sorted(
     p.relative_to(ROOT) for folder in ("hybrid_rl", "kernels", "launch") for p in (ROOT / folder).rglob("*.py")
 )
 
-SPINE = {"run", "preflight", "build", "stages", "trainer"}  # compose the rooms, so they may import every one
+SPINE = {"run", "preflight", "build", "frozen_models", "stages", "trainer"}  # compose the rooms, so they may import every one
 BASE = {"config", "errors", "batch", "distributed", "atomic", "serialization", "exchange", "printable"}
 ROOMS: dict[str, set[str]] = {
     **{name: set() for name in BASE},
@@ -56,7 +56,7 @@ HEAVY = {
     "vllm": "hybrid_rl/engines/vllm/",
     "deepspeed": "hybrid_rl/engines/deepspeed/",
     "peft": "hybrid_rl/models/lora.py",
-    "ray": "launch/ray_cluster.py",
+    "ray": ("launch/ray_cluster.py", "launch/ray_end.py"),
     "pynvml": ("hybrid_rl/memory/device.py", "hybrid_rl/machine/gpus.py"),
 }
 """Package that takes seconds to import, or opens the driver -> the folder or files that may import it."""

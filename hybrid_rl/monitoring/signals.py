@@ -76,6 +76,20 @@ def handle_signals(*, is_quiet: bool = False) -> None:
     threading.Thread(target=_watch, args=(_state,), name="signals", daemon=True).start()
 
 
+def accept_requests() -> None:
+    """Let `request_end` work in a process whose signals another program handles, from any thread of it."""
+    global _state
+    if _state is None:
+        reader, writer = os.pipe()
+        _state = _State(is_quiet=True, reader=reader, writer=writer)
+        threading.Thread(target=_watch, args=(_state,), name="signals", daemon=True).start()
+
+
+def received() -> int | None:
+    """Return the number of the signal that ends this process; None where none was received, or it is deferred."""
+    return None if _state is None or _state.is_deferred else _state.received
+
+
 def exit_with(number: signal.Signals, code: int) -> None:
     """Choose the exit code after a signal that is not deferred; without `handle_signals` this has no effect."""
     if _state is not None:

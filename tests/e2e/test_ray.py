@@ -1,6 +1,7 @@
 """The same run under Ray: two raylets on this machine, workers that die, a cluster that is too small, Ctrl-C."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -166,8 +167,7 @@ def engines() -> list[psutil.Process]:
     return found
 
 
-def test_a_request_to_end_takes_the_engines_with_it(make_config, start, tmp_path):
-    """SIGTERM, which the driver passes on to itself as Ctrl-C."""
+def test_sigterm_ends_the_engines_and_gives_its_exit_code(make_config, start, tmp_path):
     config = make_config(tmp_path, run={"num_steps": 1000, "eval_every_steps": 0}, rollout={"engine": "vllm"})
     others = engines()  # of tests before, which share them
     driver = start(config, "--num_workers", "1", program=SCRIPT)
@@ -179,6 +179,42 @@ def test_a_request_to_end_takes_the_engines_with_it(make_config, start, tmp_path
     running = [engine for engine in engines() if engine not in others]
     assert running
     driver.terminate()
-    driver.wait(timeout=120)
+    assert driver.wait(timeout=120) == 143
+    output = (tmp_path / "output.txt").read_text()
+    assert output.splitlines().count("error: ended by SIGTERM") == 1, output
     _, alive = psutil.wait_procs(running, timeout=120)
     assert not alive
+
+
+def wait_for_steps(config: Config, driver: subprocess.Popen, tmp_path: Path) -> None:
+    """Wait until a run has finished a step."""
+    metrics, deadline = config.run_dir / "metrics.jsonl", time.monotonic() + 400
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert driver.poll() is None and time.monotonic() < deadline, (tmp_path / "output.txt").read_text()
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize(
+    "number, on_sigterm, code, sentence",
+    [
+        (signal.SIGTERM, True, 75, "preempted by SIGTERM: the checkpoint of step "),
+        (signal.SIGTERM, False, 143, "ended by SIGTERM"),
+        (signal.SIGINT, True, 130, "ended by SIGINT"),
+    ],
+)
+def test_a_signal_to_the_command_ends_the_workers(make_config, start, tmp_path, number, on_sigterm, code, sentence):
+    checkpoint = {"every_steps": 0, "on_sigterm": on_sigterm, "grace_s": 60.0}
+    config = make_config(tmp_path, run={"num_steps": 100_000, "eval_every_steps": 0}, checkpoint=checkpoint)
+    driver = start(config, "--num_workers", "2", program=SCRIPT)
+    wait_for_steps(config, driver, tmp_path)
+    (worker,) = {json.loads((config.run_dir / name).read_text())["pid"] for name in ["heartbeat.json"]}
+    driver.send_signal(number)
+    assert driver.wait(timeout=120) == code
+    output = (tmp_path / "output.txt").read_text()
+    (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert error.startswith(f"error: {sentence}"), output
+    assert (config.run_dir / "latest").exists() == (code == 75)
+    deadline = time.monotonic() + 30
+    while psutil.pid_exists(worker) and "ray::" in " ".join(psutil.Process(worker).cmdline()):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)

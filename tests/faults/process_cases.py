@@ -113,5 +113,18 @@ def _engine() -> Iterator[Case]:
     yield _case("vllm on two ranks", "rank 1", "rollout", "SIGKILL", RANK_1_KILLED)
 
 
-CASES = {case.name: case for group in (_trainer(), _rewards(), _ranks(), _engine()) for case in group}
+def _restarts() -> Iterator[Case]:
+    """Yield the faults of vLLM's processes after which a run goes on with a new engine."""
+    again = GoesOn(warning=r"restart 1 of rollout\.restarts = 1, step 2 generates again")
+    for phase in ("sync", "rollout", "score"):  # an engine that is lost in score is noticed by the next sync
+        step = GoesOn(warning="step 3 generates again") if phase == "score" else again
+        yield _case("vllm", "the engine's core", phase, "SIGKILL", step, rollout__restarts=1)
+    yield _case("vllm", "the engine's core", "sync", "SIGKILL", again, rollout__restarts=1, sync__mode="copy")
+    yield _case("vllm", "the engine's core", "rollout", "SIGSTOP", again, rollout__restarts=1)
+    yield _case("vllm, evaluations", "the engine's core", "rollout", "SIGKILL", again, rollout__restarts=1)
+    for phase in ("sync", "rollout"):
+        yield _case("vllm on two ranks", "the engine's second worker", phase, "SIGKILL", again, rollout__restarts=1)
+
+
+CASES = {case.name: case for group in (_trainer(), _rewards(), _ranks(), _engine(), _restarts()) for case in group}
 """All cases by their names."""

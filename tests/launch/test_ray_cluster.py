@@ -45,6 +45,22 @@ def test_the_text_of_a_job_shows_no_secret():
     assert repr({"secrets": secrets}) == "{'secrets': Secrets(HF_TOKEN, HUGGING_FACE_HUB_TOKEN, VLLM_API_KEY)}"
 
 
+@pytest.mark.parametrize(
+    "addresses, environment, is_open",
+    [
+        (["10.0.0.1", "10.0.0.2"], {}, True),
+        (["10.0.0.1", "10.0.0.2"], {"RAY_AUTH_MODE": "disabled"}, True),
+        (["10.0.0.1", "10.0.0.2"], {"RAY_AUTH_MODE": "token"}, False),
+        (["10.0.0.1", "10.0.0.1"], {}, False),
+    ],
+)
+def test_several_machines_without_a_token_are_one_warning(caplog, addresses, environment, is_open):
+    ray_cluster.warn_of_open_ports(addresses, environment)
+    assert [("2 machines" in message and "RAY_AUTH_MODE=token" in message) for message in caplog.messages] == (
+        [True] * is_open
+    )
+
+
 LOST = RankLostError("rank 1 (pid 7 on a) has ended; rank 0 waits for it in rollout of step 3")
 
 
