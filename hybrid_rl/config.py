@@ -148,9 +148,14 @@ class RewardConfig:
 
     functions: list[str] = field(default_factory=list)
     """Rule functions: exact_match, last_number, math, gsm8k, think_format, reasoning_gym (the task's own), by_source
-    (chosen by each row's data set) or `path.py:function`."""
+    (chosen by each row's data set) or `path.py:function`, in the signature of this project, OpenRLHF, TRL or verl."""
     weights: list[float] | None = None
     """Factor of each rule function; null is 1 for each."""
+    gates: list[str] = field(default_factory=list)
+    """Functions of `functions`, such as think_format, whose scores multiply the sum of all other sources: with a score
+    of 0 of a gate, nothing else counts. A gate's own weight may be 0."""
+    prompts_per_call: int = 1
+    """Prompts whose responses a batched or asynchronous function gets at once; `timeout_s` counts for each response."""
     by_source: dict = field(default_factory=dict)
     """Data set -> rule function, or list of them, that `by_source` in `functions` stands for in the rows whose column
     `data_source` names it, in addition to known data sets such as openai/gsm8k; see the page on data."""
@@ -237,11 +242,6 @@ class Config:
         return max(judges, key=lambda name: weights.get(name, 0.0))
 
     @property
-    def needs_greedy(self) -> bool:
-        """Whether the advantage estimator compares responses with the greedy response to their prompt."""
-        return ESTIMATORS[self.advantage.estimator].needs_greedy
-
-    @property
     def rule_functions(self) -> list[str]:
         """Every rule function that the settings name, in training and evaluation."""
         names = [*self.reward.functions, *paths_in(self.reward.by_source), self.run.eval_function]
@@ -264,6 +264,11 @@ class Config:
         """Maximum tokens of prompt and response in the rollout engine, in training and evaluation."""
         longest = max(self.rollout.max_response_tokens, self.evaluation_rollout.max_response_tokens)
         return self.prompts.max_prompt_tokens + longest
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether the advantage estimator compares responses with the greedy response to their prompt."""
+        return ESTIMATORS[self.advantage.estimator].needs_greedy
 
     @property
     def has_reference(self) -> bool:

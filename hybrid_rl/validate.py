@@ -58,6 +58,11 @@ def _check_algorithms(config: Config) -> None:
         not ESTIMATORS[estimator].compares_group or config.rollout.group_size >= 2,
         f"rollout.group_size = {config.rollout.group_size}: advantage.estimator = {estimator} needs 2 or more",
     )
+    comparing = " or ".join(name for name, spec in ESTIMATORS.items() if spec.compares_group)
+    check(
+        config.advantage.credit == "response" or ESTIMATORS[estimator].compares_group,
+        f"advantage.credit = {config.advantage.credit}: needs advantage.estimator = {comparing}",
+    )
     with_critic = " or ".join(name for name, spec in ESTIMATORS.items() if spec.needs_critic)
     for name in ("critic_lambda", "length_adaptive_alpha"):
         value = getattr(config.advantage, name)
@@ -95,6 +100,8 @@ def _check_sources(config: Config) -> None:
         reward.weights is None or len(reward.weights) == len(reward.functions),
         f"reward.weights has {len(reward.weights or [])} values, reward.functions {len(reward.functions)}: one each",
     )
+    unknown = [gate for gate in reward.gates if gate not in reward.functions or gate == "by_source"]
+    check(not unknown, f"reward.gates = {reward.gates}: {unknown[:1]} must be a function of reward.functions")
 
 
 def _check_sizes(config: Config) -> None:
@@ -212,13 +219,6 @@ def _check_tensor_parallel(config: Config) -> None:
     check(size == 1, f"{field}: needs update.sequence_parallel_size = 1, not {size}")
 
 
-COMBINATIONS = (
-    _check_sources,
-    _check_sizes,
-    _check_algorithms,
-    _check_advantage,
-    _check_reference,
-    _check_rollout,
 def _check_evaluation(config: Config) -> None:
     """An evaluation can sample as it is set, and its metrics exist."""
     run, settings = config.run, config.evaluation_rollout
@@ -265,10 +265,17 @@ def _check_by_source(config: Config) -> None:
     )
 
 
-    _check_losses,
-    _check_training_state,
+COMBINATIONS = (
+    _check_sources,
     _check_by_source,
     _check_evaluation,
+    _check_sizes,
+    _check_algorithms,
+    _check_advantage,
+    _check_reference,
+    _check_rollout,
+    _check_losses,
+    _check_training_state,
     _check_tensor_parallel,
     _check_passed_on,
 )

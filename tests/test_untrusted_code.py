@@ -9,8 +9,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("hybrid_rl", "kernels", "launch", "profiling")
 MODULES = sorted(path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-OWN_PIPES = ("hybrid_rl/engines/vllm/", "profiling/bench_sync.py", "profiling/sync_worker.py")
-"""What talks to vLLM's workers, processes of the same run, through vLLM's pipes."""
+OWN_PIPES = (
+    "hybrid_rl/engines/vllm/",
+    "hybrid_rl/rewards/given.py",
+    "profiling/bench_sync.py",
+    "profiling/sync_worker.py",
+)
+"""What talks to vLLM's workers through vLLM's pipes, and sends the functions of a program to its scorer processes over
+their socket pairs: all are processes of the same run."""
 UNPICKLERS = {"pickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 EVALUATORS = {"eval", "exec", "compile"}
 SAFE_LOADERS = {"SettingsLoader", "yaml.SafeLoader", "yaml.BaseLoader"}
@@ -48,8 +54,8 @@ def call_errors(tree: ast.AST) -> Iterator[str]:
             yield f"{name} of a text"
         if name == "yaml.load" and keyword(call, "Loader") not in SAFE_LOADERS:
             yield "yaml.load without the safe loader"
-        if last == "from_pretrained" and keyword(call, "trust_remote_code") != "False":
-            yield f"{name} without trust_remote_code=False"
+        if last == "from_pretrained" and keyword(call, "trust_remote_code") not in ("False", "trust_remote_code"):
+            yield f"{name} without trust_remote_code, of the setting or False"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=str)
@@ -72,8 +78,8 @@ def test_module_runs_no_code_of_data(path):
         ("dist.broadcast_object_list(items)", "dist.broadcast_object_list unpickles"),
         ("eval(text)", "eval of a text"),
         ("yaml.load(text, Loader=yaml.Loader)", "yaml.load without the safe loader"),
-        ("AutoTokenizer.from_pretrained(path)", "without trust_remote_code=False"),
-        ("AutoModel.from_pretrained(path, trust_remote_code=flag)", "without trust_remote_code=False"),
+        ("AutoTokenizer.from_pretrained(path)", "without trust_remote_code"),
+        ("AutoModel.from_pretrained(path, trust_remote_code=True)", "without trust_remote_code"),
     ],
 )
 def test_code_that_runs_data_is_found(source, message):
@@ -95,6 +101,7 @@ def test_code_that_runs_data_is_found(source, message):
         "re.compile(pattern)",
         "yaml.safe_load(text)",
         "AutoTokenizer.from_pretrained(path, trust_remote_code=False)",
+        "AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)",
     ],
 )
 def test_code_that_only_reads_data_passes(source):

@@ -202,6 +202,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "reward.functions",
             "reward.weights",
             "reward.by_source",
+            "reward.gates",
             "reward.model_weight",
             "reward.remote_weight",
             "reward.truncation_penalty",
@@ -217,6 +218,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "reward.timeout_s",
             "reward.on_error",
             "reward.num_workers",
+            "reward.prompts_per_call",
             "reward.memory_limit_bytes",
         ),
         **_may_change(

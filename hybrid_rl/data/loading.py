@@ -170,7 +170,7 @@ def _make_scorer(config: Config, sets: Sequence[PromptSet], make: Callable[..., 
     if not reward.functions:
         return None
     choice = choose_functions(reward.functions, reward.weights, reward.by_source, sets, setting="reward.functions")
-    return make(choice.names, choice.weights) if choice.names else None
+    return make(choice.names, choice.weights, applies=choice.applies) if choice.names else None
 
 
 def _make_eval_scorer(config: Config, sets: Sequence[PromptSet], make: Callable[..., ScorerPool]) -> ScorerPool | None:
@@ -181,7 +181,7 @@ def _make_eval_scorer(config: Config, sets: Sequence[PromptSet], make: Callable[
     choice = choose_functions(
         [config.eval_function], None, config.reward.by_source, sets, setting=setting, is_judge=True
     )
-    return make(choice.names, field=setting) if choice.names else None
+    return make(choice.names, applies=choice.applies, field=setting) if choice.names else None
 
 
 def _make_remote(config: Config) -> RemoteScorer | None:

@@ -107,6 +107,7 @@ RANGES: dict[str, Range] = {
     "rollout.max_logprob_gap": POSITIVE,
     "rollout.restarts": COUNT_OR_ZERO,
     "reward.weights": FINITE,
+    "reward.prompts_per_call": COUNT,
     "reward.model_weight": FINITE,
     "reward.remote_weight": FINITE,
     "reward.remote_timeout_s": POSITIVE,

@@ -30,6 +30,17 @@ def test_groups_whose_mean_score_is_on_a_bound_are_dropped():
     assert informative_rows(found, (-1.0, 1.0)) == [0, 1, 2, 3]
 
 
+def test_scores_that_a_function_gives_for_the_filter_decide():
+    """The rewards of the first group differ and its scores do not; of the second group the scores alone differ."""
+    found = scored([1, -1, 2, 2], [7, 7, 8, 8])
+    found = replace(found, filter_scores=torch.tensor([1.0, 1.0, 0.0, 1.0], dtype=torch.float64))
+    assert informative_rows(found, (0.0, 1.0)) == [2, 3]
+    kept = DynamicFilter((0.0, 1.0), WORLD)
+    kept.add(found)
+    part, metrics = kept.take(2, seed=0)
+    assert part.scores.tolist() == [2, 2] and metrics["filter/score"] == 0.75
+
+
 @pytest.mark.parametrize(
     "score, bounds",
     [

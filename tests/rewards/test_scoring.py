@@ -99,6 +99,77 @@ def test_functions_that_did_not_fail_count_for_a_response_with_a_failure(tmp_pat
     assert group_advantages(batch.rewards, batch.group_ids, estimator="rloo").tolist() == [2.0, -2.0]
 
 
+FORMS = """
+def reward_func(queries, prompts, labels):
+    right = float(queries[0].removeprefix(prompts[0]) == labels[0])
+    return {"rewards": [right - 0.5], "scores": [right], "extra_logs": {"length": len(queries[0])}}
+def form(prompt, response): return {"score": response != "9", "seen": response}
+def math_only(completions, kind, **kwargs): return [2.0 if k == "math" else None for k in kind]
+def steps(prompt, response): return {"score": 1, "step_rewards": [(1, 0.5)]}
+"""
+
+
+def judged(tmp_path, *names, rows, weights=None, gates=(), on_error="raise", token_ends=None):
+    """Return the scored responses of rows (text, kind) to different prompts by functions in FORMS."""
+    path = tmp_path / "f.py"
+    path.write_text(FORMS)
+    names, gates = [f"{path}:{name}" for name in names], [f"{path}:{gate}" for gate in gates]
+    rollouts = [
+        replace(made, prompt=replace(made.prompt, metadata={"kind": kind}))
+        for n, (text, kind) in enumerate(rows)
+        for made in [make_rollout(response_ids=[4, 5], prompt_id=n, text=text, answer="7")]
+    ]
+    config = RewardConfig(functions=names, gates=gates, on_error=on_error)
+    with ScorerPool(names, weights, timeout_s=60, on_error=on_error, num_workers=1) as scorer:
+        found = score_responses(rollouts, RewardSources(functions=scorer, token_ends=token_ends), config)
+    return found, {key.rpartition("f.py:")[2]: value for key, value in found.sums.items()}
+
+
+def test_a_gate_multiplies_the_other_functions_and_their_rewards_of_tokens(tmp_path):
+    """The step ends at the first token and pays 0.5 of 1.5; a response 9 has no valid form."""
+    rows = [("7", "math"), ("9", "math")]
+    found, _ = judged(
+        tmp_path, "form", "steps", rows=rows, weights=[1.0, 2.0], gates=["form"], token_ends=lambda _: [1, 2]
+    )
+    assert found.scores.tolist() == [1 + 2 * 1.5, 0] and found.token_rewards == {0: [(0, 1.0)]}
+    batch = add_rewards(found, RewardConfig(), max_response_tokens=4, world=WORLD)
+    assert batch.rewards.tolist() == [4, 0] and batch.token_rewards.tolist() == [[1, 0], [0, 0]]
+
+
+def test_a_function_that_does_not_apply_counts_neither_in_the_score_nor_in_its_mean(tmp_path):
+    rows = [("7", "math"), ("7", "code"), ("7", "math")]
+    found, sums = judged(tmp_path, "form", "math_only", rows=rows)
+    assert found.scores.tolist() == [3, 1, 3] and sums["math_only"] == 4
+    counts = {name.rpartition("f.py:")[2]: count for name, count in found.counts.items()}
+    assert counts["math_only"] == 2 and counts["form"] == 3
+    scores = [{name.rpartition(":")[2]: value for name, value in row["scores"].items()} for row in found.details]
+    assert scores == [{"form": 1, "math_only": 2}, {"form": 1}, {"form": 1, "math_only": 2}]
+
+
+def test_a_response_to_which_no_function_applies_is_an_error_or_counts_as_a_failure(tmp_path):
+    rows = [("7", "math"), ("7", "code")]
+    with pytest.raises(ConfigError, match="none applies to prompt_id 1, sequence_id 1: every function returns None"):
+        judged(tmp_path, "math_only", rows=rows)
+    found, _ = judged(tmp_path, "math_only", rows=rows, on_error="zero")
+    assert found.scores.tolist() == [2, 0] and found.failed == {1}
+
+
+def test_scores_of_openrlhf_drive_the_filter_and_extra_logs_are_metrics(tmp_path):
+    found, sums = judged(tmp_path, "reward_func", rows=[("7", "math"), ("123", "math")])
+    assert found.scores.tolist() == [0.5, -0.5] and found.filtered_scores.tolist() == [1, 0]
+    assert sums["reward_func"] == 0 and sums["reward_func/length"] == 4
+    assert found.select([1]).filtered_scores.tolist() == [0]
+
+
+def test_batches_with_and_without_further_values_become_one(tmp_path):
+    """The scores of responses without scores for the filter take their place."""
+    first, _ = judged(tmp_path, "reward_func", rows=[("7", "math")])
+    second, _ = judged(tmp_path, "form", rows=[("8", "math")])
+    both = first + second
+    assert both.filtered_scores.tolist() == [1, 1] and both.scores.tolist() == [0.5, 1]
+    assert sorted(both.counts.values()) == [1, 1, 1] and both.texts[0].popitem()[1] == "8"
+
+
 def test_sums_of_scores_are_exact_where_float32_would_round():
     """2**24 + 1 has no float32."""
     found = scored([2.0**24, 1.0, 1.0], [1, 1, 1])
