@@ -5,15 +5,12 @@ import gc
 import logging
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from torch import Tensor
-
 from hybrid_rl.algorithms.kl import KlController
-from hybrid_rl.batch import Rollout, make_train_batch
 from hybrid_rl.checkpoints import saver as checkpoint
 from hybrid_rl.checkpoints.random_state import seed_generators
 from hybrid_rl.checkpoints.resume import make_saver, open_phase_log
@@ -30,26 +27,24 @@ from hybrid_rl.engines.restarts import RestartableEngine
 from hybrid_rl.engines.start import start_engine
 from hybrid_rl.engines.tenants import EngineTenant, Tenants
 from hybrid_rl.errors import close_each
+from hybrid_rl.frozen_models import build_reference, build_reward_sources
 from hybrid_rl.memory.device import grow_segments
 from hybrid_rl.memory.enforcement import Enforcement
 from hybrid_rl.memory.micro_batches import make_limits
 from hybrid_rl.memory.phases import MemoryManager
 from hybrid_rl.memory.residency import Phase
-from hybrid_rl.memory.tenants import FrozenModule, PooledModule, Resident
+from hybrid_rl.memory.tenants import Resident
 from hybrid_rl.models.determinism import use_deterministic_kernels
 from hybrid_rl.models.loading import load_actor, load_value_model
-from hybrid_rl.models.packed import PackedModel, ValueModel
-from hybrid_rl.models.sequence_parallel import apply_together
+from hybrid_rl.models.packed import PackedModel
 from hybrid_rl.monitoring.preemption import Preemption
 from hybrid_rl.monitoring.recorder import Recorder, environment
+from hybrid_rl.monitoring.start import Start
 from hybrid_rl.planning.workload import forward_tokens
 from hybrid_rl.preflight import Prepared, prepare_run, run_site
 from hybrid_rl.rewards import RunningNormalizer
-from hybrid_rl.rewards.reencode import reencode
-from hybrid_rl.rewards.scoring import RewardSources
 from hybrid_rl.run import Run
-from hybrid_rl.steps.ema import EmaWeights, MovingReference
-from hybrid_rl.steps.logprobs import ActorForward, Packing, sequence_values
+from hybrid_rl.steps.ema import EmaWeights
 from hybrid_rl.steps.ptx import PtxLoss
 from hybrid_rl.steps.updates import num_optimizer_steps
 from hybrid_rl.weights.alias import AliasBuffer
@@ -60,31 +55,41 @@ logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=PackedModel)
 
 
-def build(config: Config) -> Run:
+def build(config: Config, start: Start | None = None) -> Run:
     """Return a run that is ready for its next step; every tenant is released.
+
+    Args:
+        config: settings of the run.
+        start: stages of the start so far; None for a start that begins here.
 
     Raises:
         ConfigError: a setting or an input file cannot work, or the models do not fit; before any model loads.
     """
-    world = join_world(stall_timeout_s=config.run.stall_timeout_s)
-    if config.run.deterministic and world.device.type == "cuda":
-        use_deterministic_kernels()
-    prepared = prepare_run(config, run_site(world))
-    assert prepared.folder
-    opened = [prepared.folder.close, prepared.data.close]
-    try:
-        return build_in(prepared.folder, prepared, world, opened)
-    except BaseException as error:
-        begin_to_end()
-        close_each(*reversed(opened), error=error)
-        raise
+    with start or Start() as start:
+        with start.stage("ranks"):
+            world = join_world(stall_timeout_s=config.run.stall_timeout_s)
+        if config.run.deterministic and world.device.type == "cuda":
+            use_deterministic_kernels()
+        with start.stage("checks"):
+            prepared = prepare_run(config, run_site(world, start.stage))
+        assert prepared.folder
+        opened = [prepared.folder.close, prepared.data.close]
+        try:
+            return build_in(prepared.folder, prepared, world, opened, start)
+        except BaseException as error:
+            begin_to_end()
+            close_each(*reversed(opened), error=error)
+            raise
 
 
-def build_in(folder: RunFolder, prepared: Prepared, world: World, opened: list[Callable[[], None]]) -> Run:
+def build_in(
+    folder: RunFolder, prepared: Prepared, world: World, opened: list[Callable[[], None]], start: Start
+) -> Run:
     """Return a run that is ready for its next step, in a folder that is locked; see build.
 
     Args:
         opened: functions that close what is open; what the build opens is added.
+        start: shows the stages.
     """
     config, plan, state = prepared.config, prepared.plan, prepared.state
     resume_from = folder.accept(prepared.start).checkpoint
@@ -93,19 +98,20 @@ def build_in(folder: RunFolder, prepared: Prepared, world: World, opened: list[C
     recorder = Recorder(config, world, data_parallel)
     opened.append(lambda: recorder.close(sys.exception()))
     recorder.start()
+    start.record_in(recorder.timeline)
+    for line in prepared.data.lines:
+        recorder.say(line)
     memory = MemoryManager(
         plan.residency,
         world.device,
         recorder.timeline,
         planned=plan.peaks,
-    start.record_in(recorder.timeline)
-    for line in prepared.data.lines:
-        recorder.say(line)
         keeps_cache=plan.can_keep_cache,
         enforcement=Enforcement(config.memory, rank=world.rank),
     )
     tenants = Tenants(config, world.device, always_resident=memory.always_resident)
-    tenants.reserve_host(sum(allocation.host_bytes for allocation in plan.allocations if allocation.in_bytes))
+    if tenants.reserve_host(sum(allocation.host_bytes for allocation in plan.allocations if allocation.in_bytes)):
+        start.follow("pinning of host memory", tenants.pinning_seconds)
     setup = Setup(
         config=config,
         world=world,
@@ -118,18 +124,22 @@ def build_in(folder: RunFolder, prepared: Prepared, world: World, opened: list[C
         opened=opened,
         resume_from=resume_from,
         aliases_weights=prepared.aliases_weights,
+        start=start,
     )
     run = build_models(setup, steps_done=state["step"])
     if resume_from:
         checkpoint.load_random_state(resume_from, world)
         for name, part in run.counters.items():
             part.load_state_dict(state[name])
-    folder.write_record(step=run.steps_done, environment=environment(world))
-    recorder.open(run.steps_done + 1, run_id=folder.run_id)
+    with start.stage("record of the run"):
+        folder.write_record(step=run.steps_done, environment=environment(world))
     grow_segments(world.device, is_on=True)
     # DeepSpeed collects garbage in every offload; frozen, the objects of all imports are not visited each time.
-    gc.collect()
-    gc.freeze()
+    with start.stage("garbage collection"):
+        gc.collect()
+        gc.freeze()
+    start.end()
+    recorder.open(run.steps_done + 1, run_id=folder.run_id)
     return run
 
 
@@ -152,6 +162,7 @@ class Setup:
     """Folder of the checkpoint to continue from."""
     aliases_weights: bool
     """Whether the rollout engine's parameters are views of the trainer's."""
+    start: Start
 
     @functools.cached_property
     def sequence_parallel(self) -> World | None:
@@ -240,7 +251,8 @@ def build_policy(setup: Setup) -> tuple[RolloutEngine, TrainEngine, WeightSync]:
 def load_policy(setup: Setup) -> PackedModel:
     """Return the actor's model, with adapters where models.lora asks for them."""
     models, field = setup.config.models, "models.actor"
-    actor = load_actor(models.actor, models, setup.world.device, field=field, lora=models.lora)
+    with setup.start.stage(field):
+        actor = load_actor(models.actor, models, setup.world.device, field=field, lora=models.lora)
     return setup.parallelize(actor, models.actor, field=field)
 
 
@@ -248,8 +260,10 @@ def build_rollout_engine(setup: Setup, alias_buffer: AliasBuffer | None) -> Roll
     """Return the rollout engine; its weights are aliases of the trainer's, or wait for the first weight sync."""
     config, world, size = setup.config, setup.world, setup.config.rollout.tensor_parallel_size
     ranks = world.model_parallel_group(size) if size > 1 else None
-    start = functools.partial(start_engine, config, world=world, ranks=ranks, alias_buffer=alias_buffer)
-    engine = RestartableEngine(start, world) if config.rollout.restarts else start()
+    report = functools.partial(setup.start.report, "rollout engine")
+    start = functools.partial(start_engine, config, world=world, ranks=ranks, alias_buffer=alias_buffer, report=report)
+    with setup.start.stage("rollout engine"):
+        engine = RestartableEngine(start, world) if config.rollout.restarts else start()
     setup.opened.append(engine.close)
     stays = config.memory.swap == "off"
     weights = Resident() if stays or alias_buffer else EngineTenant(engine, "weights", filled_in=Phase.SYNC)
@@ -272,7 +286,8 @@ def build_train_engine(
     """
     config, loader = setup.config, setup.data.loader
     sizes = [prompts * config.rollout.group_size for prompts in loader.batch_sizes(config.run.num_steps)]
-    engine = DeepSpeedEngine(
+    make = functools.partial(
+        DeepSpeedEngine,
         module,
         getattr(config.update, name),
         zero_stage=config.update.zero_stage,
@@ -281,15 +296,19 @@ def build_train_engine(
         alias_buffer=alias_buffer,
         tensor_parallel_size=config.update.tensor_parallel_size,
         is_offloaded=setup.tenants.is_offloaded(name),
+        further=config.update.deepspeed,
     )
-    setup.load(engine, name)
-    setup.memory.admit(f"{name}_optimizer", setup.tenants.optimizer(name, engine))
+    with setup.start.stage(f"optimizer of the {name}"):
+        engine = make()
+        setup.load(engine, name)
+        setup.memory.admit(f"{name}_optimizer", setup.tenants.optimizer(name, engine))
     return engine
 
 
 def admit_parameters(setup: Setup, name: str, engine: TrainEngine, *, is_aliased: bool = False) -> None:
     """Register the parameters of `actor` or `critic` as a tenant, which releases them until a phase needs them."""
-    setup.memory.admit(f"{name}_parameters", setup.tenants.parameters(name, engine, is_aliased=is_aliased))
+    with setup.start.stage(f"parameters of the {name}"):
+        setup.memory.admit(f"{name}_parameters", setup.tenants.parameters(name, engine, is_aliased=is_aliased))
 
 
 def build_critic(setup: Setup) -> TrainEngine | None:
@@ -298,7 +317,8 @@ def build_critic(setup: Setup) -> TrainEngine | None:
     if not setup.config.has_critic:
         return None
     path = models.critic or models.reward or models.actor
-    module = load_value_model(path, models, setup.world.device, field=field, new_head=True, lora=models.lora)
+    with setup.start.stage(field):
+        module = load_value_model(path, models, setup.world.device, field=field, new_head=True, lora=models.lora)
     critic = build_train_engine(setup, "critic", setup.parallelize(module, path, field=field))
     admit_parameters(setup, "critic", critic)
     return critic
@@ -328,62 +348,3 @@ def build_ptx(setup: Setup) -> PtxLoss | None:
         undated_texts=[text.undated_token_ids or text.token_ids for text in texts],
         mixture=make_text_mixture(config, sets),
     )
-
-
-# Frozen models
-
-
-def admit_frozen(setup: Setup, name: str, module: PackedModel) -> FrozenModule | PooledModule | None:
-    """Freeze a model and register it as a tenant; return the tenant if phases release it."""
-    module.requires_grad_(False)
-    tenant = setup.tenants.frozen(name, module)
-    setup.memory.admit(name, tenant or Resident())
-    return tenant
-
-
-def build_reference(setup: Setup, actor: TrainEngine) -> ActorForward | None:
-    """Return the forward of the reference: the actor's without its adapters, or a frozen model's; None without KL."""
-    config, models, field = setup.config, setup.config.models, "models.reference"
-    if not config.has_reference:
-        return None
-    if config.reference_is_actor:
-        return actor.reference_forward
-    path = models.reference or models.actor
-    module = setup.parallelize(load_actor(path, models, setup.world.device, field=field), path, field=field)
-    tenant = admit_frozen(setup, "reference", module)
-    if not models.reference_sync_steps:
-        return module
-    reference = MovingReference(module, actor, tenant, setup.world)
-    setup.load(reference, "reference")
-    return reference
-
-
-def build_reward_sources(setup: Setup) -> RewardSources:
-    """Return the reward functions, services and reward model of the settings."""
-    model = RewardModelScorer(setup) if setup.config.models.reward else None
-    return RewardSources(functions=setup.data.scorer, remote=setup.data.remote, model=model)
-
-
-class RewardModelScorer:
-    """The frozen reward model as a source of scores."""
-
-    def __init__(self, setup: Setup) -> None:
-        """Load the model and release it."""
-        config, rank, path, field = setup.config, setup.world.rank, setup.config.models.reward, "models.reward"
-        assert path is not None
-        model = load_value_model(path, config.models, setup.world.device, field=field)
-        self._model: ValueModel = setup.parallelize(model, path, field=field)
-        admit_frozen(setup, "reward_model", self._model)
-        self._ranks = setup.sequence_parallel
-        limit = make_limits(config, forward_tokens(config.update, is_varlen=self._model.uses_varlen), rank=rank).forward
-        self._packing = Packing(limit=limit, world=setup.data_parallel, do_others_wait=self._ranks is not None)
-        self._tokenizer, self._actor_tokenizer = setup.data.reward_tokenizer, setup.data.tokenizer
-
-    def __call__(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """Return the score of each response, [B] float32; ranks that are sequence parallel call it together."""
-        if self._tokenizer is not None:
-            rollouts = reencode(rollouts, self._tokenizer, actor_tokenizer=self._actor_tokenizer)
-        return apply_together(self._ranks, rollouts, self._score, Rollout)
-
-    def _score(self, rollouts: Sequence[Rollout]) -> Tensor:
-        return sequence_values(self._model, make_train_batch(rollouts), self._packing)

@@ -1,7 +1,7 @@
 """Protocols of the two kinds of engines: RolloutEngine generates responses, TrainEngine trains a model."""
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,10 @@ from torch import Tensor
 from hybrid_rl.checkpoints.snapshot import Snapshot
 from hybrid_rl.weights.protocols import NamedShape, WeightReceiver
 
+ReportStage = Callable[[str, int, int | None], None]
+"""Receives name, start and end of a stage of an engine's start, in nanoseconds of the monotonic clock; the end is None
+for a stage that goes on, and is received again when it has ended."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -19,12 +23,12 @@ class Sampling:
 
     temperature: float
     """Divisor of the logits; 0 is greedy decoding."""
+    top_p: float = 1.0
+    """Tokens are sampled from the likeliest ones whose probabilities add up to this; 1 is all tokens."""
     max_tokens: int
     """Most tokens of a response."""
     stop_token_ids: tuple[int, ...]
     """A sampled token among these ends the response and is kept in it."""
-    top_p: float = 1.0
-    """Tokens are sampled from the likeliest ones whose probabilities add up to this; 1 is all tokens."""
     stop_strings: tuple[str, ...] = ()
     """A token that completes one of these in the text, special tokens included, ends the response and is kept in it."""
 

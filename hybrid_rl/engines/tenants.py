@@ -26,13 +26,20 @@ class Tenants:
         self._pool = choose_pool(config.memory.swap, device)
         self._is_swapping = self._pool is not None or (config.memory.swap != "off" and device.type == "cuda")
 
-    def reserve_host(self, num_bytes: int) -> None:
+    def reserve_host(self, num_bytes: int) -> bool:
         """Start to pin the host memory of all tenants of the pool, while the engine starts and models load.
 
-        Later runs of this process use the memory that the first run has reserved.
+        Returns:
+            whether memory is pinned; later runs of this process use the memory that the first run has reserved.
         """
-        if self._pool and num_bytes and not self._pool.reserve.num_bytes:
-            self._pool.reserve_host(num_bytes)
+        if not self._pool or not num_bytes or self._pool.reserve.num_bytes:
+            return False
+        self._pool.reserve_host(num_bytes)
+        return True
+
+    def pinning_seconds(self) -> float:
+        """Return how long pinning took; 0 while it goes on, or where nothing is pinned."""
+        return self._pool.reserve.pinning_s if self._pool else 0.0
 
     def is_offloaded(self, name: str) -> bool:
         """Return whether DeepSpeed's offload moves the optimizer of `actor` or `critic`."""

@@ -61,11 +61,23 @@ class Timeline:
             self._seconds[name] += duration / 1e9
             if "bytes" in args:
                 args.setdefault("GB_per_s", round(args["bytes"] / max(duration, 1), 3))
-            tid = self._lanes.setdefault(lane, len(self._lanes))
-            event = {"name": name, "cat": phase or "none", "ph": "X", "ts": start / 1e3, "dur": duration / 1e3}
-            self._events.append(
-                {**event, "pid": self._rank, "tid": tid, "args": {"step": step, "phase": phase, **args}}
-            )
+            self._append(name, start, duration, lane, {"step": step, "phase": phase, **args})
+
+    def add(self, name: str, start_ns: int, end_ns: int, *, phase: str, lane: str) -> None:
+        """Record a span that has ended, which `take_seconds` does not count.
+
+        Args:
+            name: name of the event.
+            start_ns, end_ns: on the monotonic clock.
+            phase: attribute of the event.
+            lane: row of the timeline.
+        """
+        self._append(name, start_ns, end_ns - start_ns, lane, {"step": None, "phase": phase})
+
+    def _append(self, name: str, start_ns: int, duration_ns: int, lane: str, args: dict[str, Any]) -> None:
+        tid = self._lanes.setdefault(lane, len(self._lanes))
+        event = {"name": name, "cat": args["phase"] or "none", "ph": "X", "ts": start_ns / 1e3}
+        self._events.append({**event, "dur": duration_ns / 1e3, "pid": self._rank, "tid": tid, "args": args})
 
     def counter(self, name: str, **values: float) -> None:
         """Record values that hold until the next call with this name; Perfetto stacks the values of a counter."""

@@ -4,20 +4,22 @@ import atexit
 import logging
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 
 from hybrid_rl.config import RolloutConfig
-from hybrid_rl.engines import Generation, Sampling
+from hybrid_rl.engines import Generation, ReportStage, Sampling
 from hybrid_rl.engines.vllm.arguments import engine_arguments
 from hybrid_rl.engines.vllm.copies import BucketCopies
 from hybrid_rl.engines.vllm.environment import engine_environment
 from hybrid_rl.engines.vllm.folder import EngineFolder
 from hybrid_rl.engines.vllm.processes import EngineProcesses
 from hybrid_rl.engines.vllm.sampling import sampling_params, to_generation
+from hybrid_rl.engines.vllm.stages import StartStages
 from hybrid_rl.engines.vllm.watch import Call, EngineWatch
 from hybrid_rl.weights.bucket import AliasedWeights, Slot
 from hybrid_rl.weights.protocols import TensorSlice
@@ -56,6 +58,8 @@ class VllmEngine:
         gpus: Sequence[str] = (),
         is_restart: bool = False,
         stall_timeout_s: float = 300.0,
+        trust_remote_code: bool = False,
+        report: ReportStage = lambda *_: None,
     ) -> None:
         """Start the engine.
 
@@ -68,40 +72,47 @@ class VllmEngine:
             gpus: names of the GPUs that the engine spans; none for the one GPU that this process sees.
             is_restart: whether the trainer's models are loaded, so that less memory is free than at the first start.
             stall_timeout_s: see RunConfig.
+            trust_remote_code: see ModelsConfig.
+            report: receives the stages of the start.
 
         Raises:
             EngineLostError: a process of the engine ends or makes no progress; by this and by every other method.
         """
-        self._folder = EngineFolder()
-        self._processes = EngineProcesses()
+        self._folder, self._processes = EngineFolder(), EngineProcesses()
         self._watch = EngineWatch(self._processes, stall_timeout_s=stall_timeout_s)
         self._copies = BucketCopies(
             self._call_workers, self._watch, num_workers=max(1, len(gpus)), folder=self._folder.path
         )
         self._starting: Call[Any] | None = None
+        self._stages = StartStages(self._folder.path, report)
         self._is_closed = False
-        self.weights_version = 0
-        self._weights_valid = False
-        self._can_sleep = can_sleep
-        self._is_aliased = aliased is not None
+        self.weights_version, self._weights_valid = 0, False
+        self._can_sleep, self._is_aliased = can_sleep, aliased is not None
         self._is_complete = self._is_aliased  # AliasLoader has checked it
-        self._has_tokenizer = bool(config.stop_strings)
-        self._mapped = set(_TAGS)
+        self._has_tokenizer, self._mapped = bool(config.stop_strings), set(_TAGS)
         atexit.register(self.close)  # of a run that ends while it is built
+        self._start_or_close(
+            gpus,
+            partial(
+                engine_arguments,
+                model,
+                config,
+                dtype=dtype,
+                max_model_len=max_model_len,
+                can_sleep=can_sleep,
+                seed=seed,
+                aliased=aliased,
+                gpus=gpus,
+                is_restart=is_restart,
+                trust_remote_code=trust_remote_code,
+            ),
+        )
+
+    def _start_or_close(self, gpus: Sequence[str], make_arguments: Callable[[], dict[str, Any]]) -> None:
+        """Start vLLM with arguments that are made in the environment of its processes."""
         try:
             with engine_environment(gpus, folder=self._folder.path, report=self._processes.report_path):
-                arguments = engine_arguments(
-                    model,
-                    config,
-                    dtype=dtype,
-                    max_model_len=max_model_len,
-                    can_sleep=can_sleep,
-                    seed=seed,
-                    aliased=aliased,
-                    gpus=gpus,
-                    is_restart=is_restart,
-                )
-                self._start(arguments)
+                self._start(make_arguments())
         except BaseException:
             self.close()
             raise
@@ -110,8 +121,10 @@ class VllmEngine:
         """Start vLLM; the CPU time of its processes is the progress of the start."""
         import vllm
 
+        self._stages.launch()
         self._starting = Call(lambda: vllm.LLM(**arguments))
         self._watch.wait(self._starting.has_ended, "start", progress=self._start_progress, poll_s=_START_POLL_S)
+        self._stages.end()
         self.llm = self._watch.result(self._starting, "start")
         core = self.llm.llm_engine.engine_core
         receive = core.get_output
@@ -128,6 +141,7 @@ class VllmEngine:
     def _start_progress(self) -> int | None:
         """Return a number that grows with the CPU time of all processes; None while one is stopped."""
         self._folder.record(self._processes.shared_memory())
+        self._stages.look()
         running = self._processes.running()
         step_s = _POLLING_SHARE * self._watch.stall_timeout_s
         return (

@@ -15,6 +15,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from hybrid_rl.engines.vllm.arguments import LOAD_FORMAT
 from hybrid_rl.engines.vllm.lifetime import end_with_trainer, ignore_signals_in_worker
+from hybrid_rl.engines.vllm.stages import record_stages
 from hybrid_rl.weights.bucket import AliasedWeights, Slot, copy_tensors, open_ipc_bucket
 from hybrid_rl.weights.routes import Routes
 
@@ -153,6 +154,7 @@ class WorkerExtension:
 
 
 register_model_loader(LOAD_FORMAT)(AliasLoader)
+record_stages()
 end_with_trainer()
 ignore_signals_in_worker()
 if not torch.cuda.is_available():
