@@ -5,9 +5,12 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
+
+import torch
 
 from hybrid_rl.checkpoints.find import read_state
 from hybrid_rl.checkpoints.lock import check_unlocked
@@ -16,12 +19,14 @@ from hybrid_rl.checkpoints.start import Start
 from hybrid_rl.config import Config, ConfigError, Findings, check
 from hybrid_rl.data.loading import Data, load_data
 from hybrid_rl.distributed import World
+from hybrid_rl.engines.deepspeed.settings import check_deepspeed
+from hybrid_rl.engines.start import check_engine
 from hybrid_rl.machine.disk import check_space, check_temporary_folder, check_writable, folder_bytes
-from hybrid_rl.machine.gpus import check_gpu, check_torch_build
+from hybrid_rl.machine.gpus import check_engine_memory, check_gpu, check_torch_build
 from hybrid_rl.machine.host import check_buckets, check_memory, check_open_files, why_little_shared_memory
 from hybrid_rl.machine.hub import use_cache_if_unreachable
 from hybrid_rl.machine.network import check_loopback
-from hybrid_rl.machine.packages import check_compilers, check_packages
+from hybrid_rl.machine.packages import check_compilers, check_kernels, check_packages
 from hybrid_rl.memory.tenants import check_pool, uses_pool
 from hybrid_rl.models.loading import choose_dtype
 from hybrid_rl.monitoring.trackers.libraries import check_trackers
@@ -51,6 +56,8 @@ class Site:
     """Whether this process is on the machine of the run."""
     starts: bool = False
     """Whether the run starts, and so locks its folder; otherwise nothing is written."""
+    stage: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    """Shows a part of the checks as a stage of the start."""
 
     @property
     def is_cpu(self) -> bool:
@@ -68,9 +75,15 @@ class Site:
         return self.is_here and self.world.local_rank == 0
 
 
-def run_site(world: World) -> Site:
-    """Return the site of the ranks of a run that starts; a collective."""
-    return Site(world=world, ranks_on_nodes=world.ranks_on_nodes(), machine=measure_machine(world), starts=True)
+def run_site(world: World, stage: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> Site:
+    """Return the site of the ranks of a run that starts; a collective.
+
+    Args:
+        world: all ranks.
+        stage: see Site.
+    """
+    machine = measure_machine(world)
+    return Site(world=world, ranks_on_nodes=world.ranks_on_nodes(), machine=machine, starts=True, stage=stage)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,13 +164,18 @@ def _prepare_in(folder: RunFolder | None, config: Config, site: Site, checks: Ch
         lambda: check_ranks(config, num_ranks=site.machine.num_ranks, ranks_on_nodes=site.ranks_on_nodes),
     )
     _check_machine(checks, config, site)
-    checks.run(lambda: _check_device(config, site))
+    checks.run(lambda: check_device(config, is_cpu=site.is_cpu))
+    if site.is_here:
+        checks.run(lambda: check_pool(config.memory.swap, site.world.device))
     models = config.models
     use_cache_if_unreachable(filter(None, (models.actor, models.critic, models.reference, models.reward)))
-    data = checks.run(lambda: load_data(config, site.world))
+    with site.stage("dataset"):
+        data = checks.run(lambda: load_data(config, site.world))
     shapes = checks.run(lambda: read_shapes(config))
     plan = checks.run(lambda: plan_run(config, shapes, site.machine, is_cpu=site.is_cpu)) if shapes else None
     is_aliased = checks.run(lambda: _aliases_weights(config, shapes, site)) if shapes else None
+    if shapes and plan:
+        _check_engines(checks, config, shapes, plan, site, is_aliased=bool(is_aliased))
     start = checks.run(lambda: _find_start(config, data, site.world))
     if shapes and plan and site.checks_node:
         _check_memory(checks, config, shapes, plan, site, is_aliased=bool(is_aliased))
@@ -182,6 +200,8 @@ def _check_machine(checks: Checks, config: Config, site: Site) -> None:
     if not site.is_here:
         return
     checks.run(check_torch_build if site.is_cpu else partial(check_gpu, site.world.device, config.models))
+    if not site.is_cpu:
+        checks.run(partial(check_kernels, config.models))
     if site.checks_node:
         for checked in (check_packages, check_temporary_folder, check_loopback, check_open_files):
             checks.run(checked)
@@ -227,15 +247,50 @@ def raise_together(findings: Findings, world: World) -> None:
         raise ConfigError(*dict.fromkeys(messages))
 
 
-def _check_device(config: Config, site: Site) -> None:
-    """Check the settings that need a GPU, or a library for one."""
-    profiled = config.run.profile_steps
+def _check_engines(checks: Checks, config: Config, shapes: Shapes, plan: Plan, site: Site, *, is_aliased: bool) -> None:
+    """Check what the constructors of the engines would refuse."""
+    device = site.world.device
+    dtype = choose_dtype(config.models.dtype, device)
+    checks.run(lambda: check_same_weights(config, shapes))
+    if not site.is_cpu and site.is_here:
+        checks.run(lambda: _check_offload(config, plan, device))
+        aliased = dtype.itemsize * shapes.actor.num_params * is_aliased
+        checks.run(lambda: check_engine_memory(config, device, plan.machine.gpu_memory_bytes, aliased_bytes=aliased))
+    if site.checks_node or not site.is_here:
+        checks.run(lambda: check_engine(config, device, is_here=site.is_here))
+        checks.run(lambda: check_deepspeed(config, dtype=dtype, device=device))
+
+
+def check_same_weights(config: Config, shapes: Shapes) -> None:
+    """Check that a reference that moves towards the actor has its weights.
+
+    Raises:
+        ConfigError: names or shapes of the weights differ.
+    """
+    if not config.models.reference_sync_steps or shapes.reference is None:
+        return
+    actor, reference = dict(shapes.actor.tensors), dict(shapes.reference.tensors)
+    different = sorted(n for n in actor.keys() | reference.keys() if actor.get(n) != reference.get(n))
     check(
-        profiled is None or not site.is_cpu,
-        f"run.profile_steps = {list(profiled or [])}: there is no GPU to profile; set null",
+        not different,
+        f"models.reference = {config.models.reference}: models.reference_sync_steps needs the weights of models.actor, "
+        f"but {len(different)} differ in name or shape, such as {', '.join(different[:3])}; give a copy of the actor",
     )
-    if site.is_here:
-        check_pool(config.memory.swap, site.world.device)
+
+
+def _check_offload(config: Config, plan: Plan, device: torch.device) -> None:
+    """Check that DeepSpeed's offload can move the optimizers, where it moves them because the pool is not available.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    moved = [n for n in ("actor", "critic") if f"{n}_optimizer" in plan.residency.keys() - plan.always_resident]
+    is_offloading = config.memory.swap == "auto" and not uses_pool(config.memory.swap, device) and bool(moved)
+    check(
+        not is_offloading or can_offload(config, dtype_name(config, is_cpu=False)),
+        f"memory.swap = auto: the native pool is not available, and {CANNOT_OFFLOAD} and none for stage 0; use "
+        "update.zero_stage 2 or 3, build the pool (make install), or set memory.swap: off",
+    )
 
 
 def _aliases_weights(config: Config, shapes: Shapes, site: Site) -> bool:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from hybrid_rl.engines import Generation, Sampling
-from hybrid_rl.models.loading import dense_attention
+from hybrid_rl.models.loading import load_dense
 from hybrid_rl.models.tokenizer import load_tokenizer
 from hybrid_rl.weights.bucket import AliasedWeights, Slot, open_ipc_bucket
 from hybrid_rl.weights.checksum import checksum
@@ -22,22 +22,27 @@ class HuggingFaceEngine:
     """
 
     def __init__(
-        self, model: str, *, dtype: torch.dtype, device: torch.device, aliased: AliasedWeights | None = None
+        self,
+        model: str,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        aliased: AliasedWeights | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         """Load the model.
 
         Args:
             model: folder or hub name of the model, and of its tokenizer if there are stop strings.
             aliased: the trainer's weights, which the parameters become views of; None for copies.
+            trust_remote_code: see ModelsConfig.
         """
-        attention = dense_attention(model)
-        self.model = AutoModelForCausalLM.from_pretrained(
-            model, dtype=dtype, attn_implementation=attention, trust_remote_code=False
-        )
+        self.model = load_dense(model, dtype, trust_remote_code=trust_remote_code)
         self.model.to(device).requires_grad_(False).eval()
         self.parameters = dict(self.model.named_parameters())
         self._device = device
         self._folder = model
+        self._trust_remote_code = trust_remote_code
         self._weights_valid = False
         self._received: set[str] = set()
         self.weights_version = 0
@@ -81,13 +86,13 @@ class HuggingFaceEngine:
         for _ in range(sampling.max_tokens):
             logits = self.model(input_ids, past_key_values=cache, use_cache=True).logits[:, -1].float()
             scaled = (logits / (sampling.temperature or 1.0)).log_softmax(-1)
+            if sampling.top_p < 1:
+                scaled = nucleus(scaled, sampling.top_p)
             token = scaled.argmax(-1) if sampling.temperature == 0 else self._sample(scaled.exp(), generators)
             tokens.append(token)
             logprobs.append(scaled.gather(-1, token[:, None]).squeeze(-1))
             lengths += ~is_done
             is_done = is_done | torch.isin(token, stops) | self._has_stop_string(tokens, sampling.stop_strings)
-            if sampling.top_p < 1:
-                scaled = nucleus(scaled, sampling.top_p)
             if is_done.all():
                 break
             input_ids = token[:, None]
@@ -113,7 +118,7 @@ class HuggingFaceEngine:
 
     @functools.cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
-        return load_tokenizer(self._folder)
+        return load_tokenizer(self._folder, trust_remote_code=self._trust_remote_code)
 
     @staticmethod
     def _sample(probabilities: Tensor, generators: Sequence[torch.Generator | None]) -> Tensor:

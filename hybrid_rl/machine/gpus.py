@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hybrid_rl.config import ConfigError, ModelsConfig, check
+from hybrid_rl.config import Config, ConfigError, ModelsConfig, check
 from hybrid_rl.machine.visible_devices import VARIABLE, check_names, visible_names
 
 HALF_CAPABILITY = (8, 0)
@@ -116,6 +116,40 @@ def check_capability(
         not is_flash and not is_chosen,
         f"models.attention = {models.attention}: flash-attn needs compute capability 8.0, and this is a {where}; "
         "set sdpa",
+    )
+
+
+def check_engine_memory(config: Config, device: torch.device, available_bytes: int, *, aliased_bytes: int) -> None:
+    """Check that the GPU leaves vLLM what it requires when it starts; see check_fraction.
+
+    Args:
+        available_bytes: memory of the GPU that no other process holds.
+        aliased_bytes: weights of the trainer that are there before vLLM starts, because its parameters are views of
+            them.
+    """
+    if config.rollout.engine == "vllm":
+        total = torch.cuda.get_device_properties(device).total_memory
+        fraction = config.rollout.gpu_memory_utilization
+        check_fraction(fraction, total_bytes=total, available_bytes=available_bytes, aliased_bytes=aliased_bytes)
+
+
+def check_fraction(fraction: float, *, total_bytes: int, available_bytes: int, aliased_bytes: int) -> None:
+    """Check that a fraction of a GPU's memory is free, and more than the weights that vLLM finds there.
+
+    Raises:
+        ConfigError: it is not; vLLM would refuse to start.
+    """
+    field = f"rollout.gpu_memory_utilization = {fraction}"
+    wanted = int(fraction * total_bytes)
+    check(
+        wanted <= available_bytes,
+        f"{field}: vLLM requires {wanted:,} bytes of the GPU, but other processes leave {available_bytes:,}; end them, "
+        f"or set at most {int(100 * available_bytes / total_bytes) / 100}",
+    )
+    check(
+        wanted > aliased_bytes,
+        f"{field}: vLLM starts beside the actor's weights, which take {aliased_bytes:,} of the {wanted:,} bytes; set "
+        f"more than {aliased_bytes / total_bytes:.2f}, or sync.mode: copy",
     )
 
 

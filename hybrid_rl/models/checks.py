@@ -6,54 +6,60 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from hybrid_rl.config import Config, Findings, check
-from hybrid_rl.models.attention import choose_attention
+from hybrid_rl.models.choices import choose_model
 from hybrid_rl.models.exporting import check_export
-from hybrid_rl.models.folders import build_on_meta, find_model_class, load_config
-from hybrid_rl.models.fused_layers import check_family
+from hybrid_rl.models.folders import load_config
 from hybrid_rl.models.lengths import max_tokens
-from hybrid_rl.models.lora import check_targets
-from hybrid_rl.models.sequence_parallel import check_heads
+from hybrid_rl.models.lora import add_adapters
+from hybrid_rl.models.sequence_parallel import check_heads, check_slices
 from hybrid_rl.models.tensor_parallel import check_shard_plan
 from hybrid_rl.models.tokenizer import load_other_tokenizer, load_tokenizer
 from hybrid_rl.models.weight_match import check_weights
 
 
-def check_models(config: Config) -> None:
+def check_models(config: Config, device: torch.device) -> None:
     """Check the folders of all models of a run against its settings.
 
     The length limit of a reward model with its own tokenizer is not checked: the length of the re-encoded text is not
     known before the run.
 
+    Args:
+        config: settings of the run.
+        device: device of a rank, which need not be on this machine.
     Raises:
         ConfigError: a folder holds no model, or other weights than its config.json describes; a sequence would be
             longer than a model allows; critic or reference has another tokenizer than the actor, or the critic would
             start as a reward model that has; the trained model could not be exported; models.attention,
             models.fused_layers, models.lora or a parallel size does not fit a model.
     """
+    trust = config.models.trust_remote_code
     paths = {name: getattr(config.models, name) for name in ("actor", "critic", "reference", "reward")}
     paths = {f"models.{name}": path for name, path in paths.items() if path is not None}
     findings = Findings()
-    configs = {field: findings.run(partial(load_config, path, field=field)) for field, path in paths.items()}
+    configs = {
+        field: findings.run(partial(load_config, path, field=field, trust_remote_code=trust))
+        for field, path in paths.items()
+    }
     if configs["models.actor"] is None:  # its folder is named already
         findings.raise_any()
-    tokenizer = findings.run(lambda: load_tokenizer(config.models.actor))
+    tokenizer = findings.run(lambda: load_tokenizer(config.models.actor, trust_remote_code=trust))
     if tokenizer is None:
         findings.raise_any()
     found = {field: model_config for field, model_config in configs.items() if model_config is not None}
     for field, model_config in found.items():
         kind = {"is_policy": field in ("models.actor", "models.reference"), "new_head": field == "models.critic"}
-        findings.run(partial(check_weights, paths[field], field=field, **kind))
+        findings.run(partial(check_weights, paths[field], field=field, trust_remote_code=trust, **kind))
         findings.run(partial(_check_tokens, config, field, paths[field], model_config, tokenizer))
     source = "models.reward" if config.models.reward else "models.actor"
     if config.has_critic and source in found:
         found.setdefault("models.critic", found[source])
     for field, model_config in found.items():
-        findings.run(partial(_check_class, config, field, model_config))
+        findings.run(partial(_check_class, config, field, model_config, device))
     where = f"models.actor = {config.models.actor}"
     findings.run(lambda: check_export(configs["models.actor"], tokenizer, where=where))
     findings.raise_any()
     if config.has_critic and config.models.critic is None:
-        check_weights(paths[source], field="models.critic", is_policy=False, new_head=True)
+        check_weights(paths[source], field="models.critic", is_policy=False, new_head=True, trust_remote_code=trust)
 
 
 def _check_tokens(
@@ -66,7 +72,8 @@ def _check_tokens(
 
 def _has_own_tokenizer(config: Config, field: str, path: str, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether a model's tokenizer differs from the actor's, which only a reward model's may."""
-    is_other = load_other_tokenizer(path, tokenizer) is not None
+    trust = config.models.trust_remote_code
+    is_other = load_other_tokenizer(path, tokenizer, trust_remote_code=trust) is not None
     if is_other and field == "models.reward":
         check(
             config.models.critic is not None or not config.has_critic,
@@ -90,23 +97,26 @@ def _check_length(config: Config, field: str, path: str, model_config: Pretraine
         f"prompts.max_prompt_tokens {prompt} + rollout.max_response_tokens {response} = {prompt + response}: "
         f"{field} = {path} takes at most {limit} tokens; lower one of the two",
     )
+    response = config.run.eval_max_response_tokens or 0
+    check(
+        limit is None or field != "models.actor" or prompt + response <= limit,
+        f"prompts.max_prompt_tokens {prompt} + run.eval_max_response_tokens {response} = {prompt + response}: "
+        f"{field} = {path} takes at most {limit} tokens; lower one of the two",
+    )
 
 
-def _check_class(config: Config, field: str, model_config: PretrainedConfig) -> None:
+def _check_class(config: Config, field: str, model_config: PretrainedConfig, device: torch.device) -> None:
     """Check that a model's class supports the attention, kernels, adapters and parallel sizes of the settings."""
     is_policy = field in ("models.actor", "models.reference")
-    model_class = find_model_class(model_config, field, is_policy=is_policy)
-    choose_attention(
-        config.models.attention, torch.device("cpu"), torch.float32, model_class, model_config, field=field
-    )
-    check_family(config.models.fused_layers, model_config.model_type, field=field)
-    if config.update.sequence_parallel_size > 1:
-        check_heads(model_config, config.update.sequence_parallel_size, where=field)
+    choice = choose_model(config.models, model_config, device, field=field, is_policy=is_policy)
+    num_slices, num_shards = config.update.sequence_parallel_size, config.update.tensor_parallel_size
+    if num_slices > 1:
+        check_heads(model_config, num_slices, where=field)
+        where = f"update.sequence_parallel_size = {num_slices}: {field}: {type(choice.model).__name__}"
+        check_slices(model_config, choice.attention, is_padded=choice.is_padded, where=where)
     if field not in ("models.actor", "models.critic"):
         return
-    lora, size = config.models.lora, config.update.tensor_parallel_size
-    if size > 1:
-        check_shard_plan(build_on_meta(model_class, model_config, is_policy=is_policy)[0], size)
-    if lora.rank and lora.target_modules:
-        model, head = build_on_meta(model_class, model_config, is_policy=is_policy)
-        check_targets(model, lora, heads=[head])
+    if num_shards > 1:
+        check_shard_plan(choice.model, num_shards)
+    if config.models.lora.rank:
+        add_adapters(choice.model, config.models.lora, heads=[choice.head])

@@ -7,12 +7,14 @@ from torch import nn
 
 from hybrid_rl.config import LoraConfig, ModelsConfig, check
 from hybrid_rl.models.attention import choose_attention
-from hybrid_rl.models.folders import find_model_class, load_config, reading
+from hybrid_rl.models.folders import find_model_class, find_value_head, load_config, no_head, reading
 from hybrid_rl.models.fused_layers import fuse_layers
 from hybrid_rl.models.heads import LogprobHead, ValueHead, logit_scaling
 from hybrid_rl.models.lora import add_adapters
 from hybrid_rl.models.packed import Actor, ValueModel
-from hybrid_rl.models.verification import verify_logits, verify_packing
+from hybrid_rl.models.value_heads import load_head
+from hybrid_rl.models.verification import verify_logits, verify_packing, verify_value_head
+from hybrid_rl.models.weight_files import read_tensors
 from hybrid_rl.models.weight_match import check_match, check_tied, log_choices, quiet_transformers
 
 
@@ -23,15 +25,21 @@ def choose_dtype(setting: str, device: torch.device) -> torch.dtype:
     return getattr(torch, setting)
 
 
-def dense_attention(path: str) -> str:
-    """Return the attention of a causal language model on padded batches: sdpa, or eager where sdpa is not exact.
+def load_dense(path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
+    """Return the causal language model of a folder for padded batches, on the host.
+
+    Its attention is sdpa, or eager where sdpa is not exact.
 
     Raises:
         ConfigError: see load_config.
     """
-    config, field = load_config(path, field="models.actor"), f"models.actor = {path}"
+    field = f"models.actor = {path}"
+    config = load_config(path, field="models.actor", trust_remote_code=trust_remote_code)
     model_class = find_model_class(config, field, is_policy=True)
-    return choose_attention("auto", torch.device("cpu"), torch.float32, model_class, config, field=field)
+    attention = choose_attention("auto", torch.device("cpu"), torch.float32, model_class, config, field=field)
+    return model_class.from_pretrained(
+        path, config=config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+    )
 
 
 def load_actor(
@@ -52,7 +60,7 @@ def load_actor(
     """
     model, _ = _load(path, config, device, field=field, is_policy=True)
     head = model.get_output_embeddings()
-    check(type(head) is nn.Linear, f"{field} = {path}: {type(model).__name__} has no linear output projection")
+    check(type(head) is nn.Linear, f"{field} = {path}: {no_head(model, is_policy=True)}")
     head.__class__ = LogprobHead
     head.scaling = logit_scaling(model.config)
     actor = Actor(model)
@@ -84,16 +92,18 @@ def load_value_model(
             on packed or padded sequences exactly.
     """
     model, new = _load(path, config, device, field=field, is_policy=False, new_head=new_head)
-    check(hasattr(model, "score"), f"{field} = {path}: {type(model).__name__} has no `score` head")
-    for name in new:
-        nn.init.zeros_(model.get_parameter(name))
-    model.score.__class__ = ValueHead
-    value_model = ValueModel(model)
+    name, head = find_value_head(model)
+    check(head is not None, f"{field} = {path}: {no_head(model, is_policy=False)}")
+    for parameter in new:
+        nn.init.zeros_(model.get_parameter(parameter))
+    head.__class__ = ValueHead
+    value_model = ValueModel(model, head=name)
     verify_packing(value_model, config, path, field=field)
     fuse_layers(value_model, config, path, field=field)
+    verify_value_head(value_model, path, field=field)
     if lora and lora.rank:
-        add_adapters(model, lora, heads=[model.score])
-        model.score.requires_grad_(True)
+        add_adapters(model, lora, heads=[head])
+        head.requires_grad_(True)
     return value_model
 
 
@@ -107,7 +117,7 @@ def _load(
         new_head: see load_value_model.
     """
     where, dtype = f"{field} = {path}", choose_dtype(config.dtype, device)
-    model_config = load_config(path, field=field)
+    model_config = load_config(path, field=field, trust_remote_code=config.trust_remote_code)
     if not is_policy:
         model_config.num_labels = 1
     model_class = find_model_class(model_config, where, is_policy=is_policy)
@@ -122,10 +132,18 @@ def _load(
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    difference = check_match(model, info, where, is_policy=is_policy, new_head=new_head)
+    tensors = None if is_policy else read_tensors(path, where=where, named_file=_named_file(model_config))
+    difference = check_match(model, info, where, is_policy=is_policy, new_head=new_head, tensors=tensors)
+    if difference.head:
+        load_head(find_value_head(model)[1], path, difference.head, where=where, named_file=_named_file(model_config))
     check_tied(model, where)
     log_choices(path, where, difference)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     # from_pretrained returns a model in evaluation mode, in which transformers ignores gradient checkpointing.
     return model.to(device).train(), difference.new
+
+
+def _named_file(model_config: Any) -> str | None:
+    """Return the file of weights that config.json names, if it names one."""
+    return getattr(model_config, "transformers_weights", None)

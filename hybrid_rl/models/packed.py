@@ -23,7 +23,7 @@ class PackedModel(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.is_padded = not _can_pack(model)
+        self.is_padded = not can_pack(model)
         """Whether the sequences are unpacked into a padded batch inside the model."""
         self.sequence_parallel_group: World | None = None
         """Ranks that each compute a slice of every micro-batch's tokens; None computes all tokens on this rank."""
@@ -58,7 +58,7 @@ class PackedModel(nn.Module):
         return output[_token_mask(cu_seqlens, max_length)] if self.is_padded else output[0]
 
 
-def _can_pack(model: PreTrainedModel) -> bool:
+def can_pack(model: PreTrainedModel) -> bool:
     """Return whether position ids and masks can separate packed sequences; ALiBi and recurrences use neither."""
     config = model.config.get_text_config()
     return (
@@ -112,15 +112,25 @@ class Actor(PackedModel):
 class ValueModel(PackedModel):
     """A sequence classifier with one label: a critic, read at every token, or a reward model, read at the last one."""
 
+    def __init__(self, model: PreTrainedModel, *, head: str = "score") -> None:
+        """Take a model, and the name of the head in it."""
+        super().__init__(model)
+        self.head_name = head
+
+    @property
+    def head(self) -> nn.Module:
+        """The layer that maps hidden states to values."""
+        return getattr(self.model, self.head_name)
+
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_length: int, index: Tensor
     ) -> Tensor:
         """Return the output of the head at positions index [R] of N, [R] float32."""
         hidden = self.hidden(input_ids, position_ids, cu_seqlens, max_length)
         if self.sequence_parallel_group is None:
-            return self.model.score(hidden[index])
+            return self.head(hidden[index])
         tokens = TokenSlice(self.sequence_parallel_group, input_ids.shape[1], index)
-        return tokens.join(self.model.score(hidden[tokens.index]))[0]
+        return tokens.join(self.head(hidden[tokens.index]))[0]
 
 
 def packed_inputs(packed: Packed) -> dict[str, Any]:

@@ -22,6 +22,33 @@ from hybrid_rl.distributed import World
 T = TypeVar("T")
 
 
+SUPPORTED_ATTENTION = ("varlen", "flash_attention_2", "sdpa")
+"""Values of models.attention whose functions take the bounds of sequences as arguments and can be wrapped."""
+
+
+def check_slices(config: PretrainedConfig, attention: str, *, is_padded: bool, where: str) -> None:
+    """Check that the tokens of a model's micro-batches can be sliced.
+
+    Args:
+        config: of the model.
+        attention: its attention implementation.
+        is_padded: whether its sequences are padded, see PackedModel.
+        where: setting, its value and the model, for messages.
+    Raises:
+        ConfigError: they cannot.
+    """
+    check(not is_padded, f"{where} pads its sequences, and only packed tokens can be sliced; use 1")
+    check(
+        attention in SUPPORTED_ATTENTION,
+        f"{where} runs with models.attention = {attention}; tokens can be sliced with {', '.join(SUPPORTED_ATTENTION)}",
+    )
+    check(
+        attention != "sdpa" or getattr(config.get_text_config(), "sliding_window", None) is None,
+        f"{where} has a sliding window, for which models.attention = sdpa masks only this rank's tokens; "
+        "use varlen or flash_attention_2",
+    )
+
+
 def check_heads(config: PretrainedConfig, size: int, *, where: str) -> None:
     """Check that the attention heads of a model divide over `size` ranks.
 

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file
 
 from hybrid_rl.config import ConfigError, check
-from hybrid_rl.models.folders import reading
+from hybrid_rl.models.folders import CODE, TRUST, reading
 
 PROBE_LENGTH = 64
 """Characters of a text that show which special tokens a tokenizer adds."""
@@ -23,23 +23,35 @@ PROBES = (
 """Texts in which special tokens, normalization and the rules for spaces, digits, case and bytes show."""
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a model folder.
 
+    Args:
+        trust_remote_code: run the Python code that the folder names.
     Raises:
-        ConfigError: the folder holds none, or one that is damaged or needs code of its own.
+        ConfigError: the folder holds none, or one that is damaged, or that needs code which may not run.
     """
     with reading(f"{path}: no tokenizer there"):
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        try:
+            return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            raise ConfigError(
+                f"{path}: the tokenizer needs Python code of its own ({CODE} in its JSON files): {TRUST}, or use a "
+                "tokenizer whose class is part of transformers"
+            ) from error
 
 
-def load_other_tokenizer(path: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
+def load_other_tokenizer(
+    path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer of a model folder if it gives texts other ids than the given tokenizer, else None.
 
     Raises:
-        ConfigError: the folder holds no tokenizer.
+        ConfigError: see load_tokenizer.
     """
-    other = load_tokenizer(path)
+    other = load_tokenizer(path, trust_remote_code=trust_remote_code)
     return None if _ids_of_texts(other) == _ids_of_texts(tokenizer) else other
 
 

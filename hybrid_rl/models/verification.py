@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybrid_rl.config import ModelsConfig, check
-from hybrid_rl.models.packed import Actor, PackedModel
+from hybrid_rl.models.packed import Actor, PackedModel, ValueModel
 
 _logger = logging.getLogger(__name__)
 
@@ -85,4 +85,27 @@ def verify_logits(actor: Actor, path: str, *, field: str) -> None:
         is_close(ours, theirs, 0.02),
         f"{field} = {path}: {type(model).__name__} changes logits after its head in a way that is not known here; "
         "log-probs would be wrong: use another model",
+    )
+
+
+@torch.no_grad()
+def verify_value_head(module: ValueModel, path: str, *, field: str) -> None:
+    """Verify that the values are the scores that the model itself computes, where its head is not called `score`.
+
+    Raises:
+        ConfigError: the model does more between its last hidden state and its score than its head alone.
+    """
+    if module.head_name == "score":  # of transformers' classes that share one forward
+        return
+    model, (_, alone) = module.model, probe_inputs(module.model)
+    ours = module.head(module.hidden(**alone))[-1:]
+    padding, model.config.pad_token_id = model.config.pad_token_id, None  # the score is then of the last token
+    try:
+        theirs = model(use_cache=False, **module.model_inputs(**alone)).logits.flatten()
+    finally:
+        model.config.pad_token_id = padding
+    check(
+        is_close(ours, theirs, 0.02),
+        f"{field} = {path}: {type(model).__name__} computes more than {module.head_name} after its last hidden state; "
+        "use a class whose head is one linear layer",
     )

@@ -17,7 +17,7 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
-from hybrid_rl.config import check
+from hybrid_rl.config import ConfigError, check
 from hybrid_rl.models.folders import find_file, reading
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -60,6 +60,25 @@ def read_tensors(path: str, *, where: str, named_file: str | None = None) -> Fol
             else:
                 found.others[name] = header
     return found
+
+
+def read_tensor(path: str, name: str, *, where: str, named_file: str | None = None) -> Tensor:
+    """Return one tensor of a folder, with its data; see read_tensors for the parameters.
+
+    Raises:
+        ConfigError: no file of the folder holds it.
+    """
+    for file in _weight_files(path, where, named_file) or []:
+        with reading(f"{where}: {file.name} is damaged"):
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt") as opened:
+                    if name in opened.keys():  # noqa: SIM118  (it is no mapping)
+                        return opened.get_tensor(name)
+            else:
+                tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+                if name in tensors:
+                    return tensors[name]
+    raise ConfigError(f"{where}: no file of the folder holds {name}")
 
 
 def _weight_files(path: str, where: str, named_file: str | None) -> list[Path] | None:

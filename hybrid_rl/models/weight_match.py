@@ -4,7 +4,7 @@ transformers initializes at random what a folder lacks, and drops what a model d
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +15,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from hybrid_rl.config import check
-from hybrid_rl.models.folders import build_on_meta, find_model_class, load_config, reading
-from hybrid_rl.models.weight_files import ignored_files, read_tensors, shorten
+from hybrid_rl.models.folders import build_on_meta, find_model_class, find_value_head, load_config, reading
+from hybrid_rl.models.value_heads import HeadTensors, find_head, own_bias, promises_head
+from hybrid_rl.models.weight_files import FolderTensors, ignored_files, read_tensors, shorten
 
 _logger = logging.getLogger(__name__)
-
-HEAD = "score."
-"""Start of the names of a value model's head in transformers."""
 
 
 @contextmanager
@@ -35,7 +33,15 @@ def quiet_transformers() -> Iterator[None]:
         transformers_logging.set_verbosity(before)
 
 
-def check_weights(path: str, *, field: str, is_policy: bool, new_head: bool = False, must_exist: bool = True) -> None:
+def check_weights(
+    path: str,
+    *,
+    field: str,
+    is_policy: bool,
+    new_head: bool = False,
+    must_exist: bool = True,
+    trust_remote_code: bool = False,
+) -> None:
     """Check names, shapes and dtypes in the headers of a folder's files against the model, without loading weights.
 
     transformers itself assigns tensors without data to a model on the meta device, with the renaming, fusing and
@@ -46,11 +52,12 @@ def check_weights(path: str, *, field: str, is_policy: bool, new_head: bool = Fa
         is_policy: a causal language model; else a sequence classifier with one label.
         new_head: the head of a sequence classifier may be missing.
         must_exist: a folder without weights is refused; a model of the hub is checked when it loads.
+        trust_remote_code: see load_config.
     Raises:
         ConfigError: see check_match; the folder holds no weights, or a damaged file.
     """
     where = f"{field} = {path}"
-    config = load_config(path, field=field)
+    config = load_config(path, field=field, trust_remote_code=trust_remote_code)
     if not is_policy:
         config.num_labels = 1
     model_class = find_model_class(config, where, is_policy=is_policy)
@@ -68,7 +75,7 @@ def check_weights(path: str, *, field: str, is_policy: bool, new_head: bool = Fa
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    check_match(model, info, where, is_policy=is_policy, new_head=new_head, others=tensors.others)
+    check_match(model, info, where, is_policy=is_policy, new_head=new_head, tensors=tensors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +84,8 @@ class Difference:
 
     new: list[str]
     """Tensors of the value head, which the folder lacks."""
+    head: HeadTensors | None = None
+    """Tensors of the folder that are the value head under another name, or with a bias that the model lacks."""
     unused: list[str]
     """Tensors of the head of the language model that the folder holds."""
 
@@ -88,7 +97,7 @@ def check_match(
     *,
     is_policy: bool,
     new_head: bool = False,
-    others: Mapping[str, str] | None = None,
+    tensors: FolderTensors | None = None,
 ) -> Difference:
     """Check that every weight of a model comes from its folder, and that the model takes every tensor of the folder.
 
@@ -100,17 +109,61 @@ def check_match(
         where: setting and folder, for messages.
         is_policy: see check_weights.
         new_head: see check_weights.
-        others: tensors of the folder that are not in floating point, and their dtypes.
+        tensors: tensors of the folder.
     Raises:
         ConfigError: a tensor is missing, has another shape or dtype, or is not one of the model's.
     """
-    takes, others = model.state_dict(), others or {}
+    takes, tensors = model.state_dict(), tensors or FolderTensors()
     missing = sorted(n for n in info["missing_keys"] if n not in takes or takes[n].is_floating_point())
     unexpected = sorted(info["unexpected_keys"])
-    new = [] if is_policy else [n for n in missing if n.startswith(HEAD)]
-    unused = _language_model_head(model.config, unexpected) if unexpected and not is_policy else []
-    missing, unexpected = [n for n in missing if n not in new], [n for n in unexpected if n not in unused]
-    shapes = [f"{n} is {list(a)} instead of {list(b)}" for n, a, b in sorted(info["mismatched_keys"])]
+    difference = Difference(new=[], unused=[])
+    if not is_policy:
+        difference = _head_difference(model, missing, unexpected, tensors, where)
+    used = difference.head.names if difference.head else []
+    missing = [n for n in missing if n not in difference.new and not (used and _is_of_head(model, n))]
+    unexpected = [n for n in unexpected if n not in difference.unused and n not in used]
+    _check_no_difference(model, where, missing, unexpected, info["mismatched_keys"], tensors.others)
+    if difference.new:
+        head, width = find_value_head(model)[0], model.config.get_text_config().hidden_size
+        lacks = f"holds no trained `{head}` head, and no tensor of shape [1, {width}] under another name"
+        check(new_head, f"{where}: the folder {lacks}, so it cannot score responses")
+        check(
+            not promises_head(model.config),
+            f"{where}: config.json describes a value model ({', '.join(model.config.architectures or [])}), but the "
+            f"folder {lacks}; give a complete folder, or a policy, with which the head starts at zero",
+        )
+    return difference
+
+
+def _head_difference(
+    model: Any, missing: Sequence[str], unexpected: Sequence[str], tensors: FolderTensors, where: str
+) -> Difference:
+    """Return where the head of a value model comes from, and which tensors of a language model's head are not used."""
+    new = [n for n in missing if _is_of_head(model, n)]
+    unused = _language_model_head(model.config, unexpected) if unexpected else []
+    free = [n for n in unexpected if n not in unused]
+    if new:
+        head = find_head(tensors.floats, free, model.config, where=where)
+    else:
+        head = own_bias(find_value_head(model)[0], tensors.floats, free)
+    return Difference(new=[] if head else new, head=head, unused=unused)
+
+
+def _is_of_head(model: Any, name: str) -> bool:
+    head, _ = find_value_head(model)
+    return bool(head) and name.startswith(f"{head}.")
+
+
+def _check_no_difference(
+    model: PreTrainedModel,
+    where: str,
+    missing: Sequence[str],
+    unexpected: Sequence[str],
+    mismatched: Iterable[tuple[str, Any, Any]],
+    others: Mapping[str, str],
+) -> None:
+    """Check that nothing is left that a folder lacks, or that its model does not take."""
+    shapes = [f"{n} is {list(a)} instead of {list(b)}" for n, a, b in sorted(mismatched)]
     findings = []
     if missing:
         findings.append(f"lacks {len(missing)} of its tensors ({shorten(missing)})")
@@ -126,8 +179,6 @@ def check_match(
         f"{where}: the folder does not hold the weights of the {type(model).__name__} in its config.json: it "
         f"{', '.join(findings)}; use a complete folder whose config.json belongs to its weights",
     )
-    check(new_head or not new, f"{where}: the folder holds no trained `score` head, so it cannot score responses")
-    return Difference(new=new, unused=unused)
 
 
 def _language_model_head(config: PretrainedConfig, names: Sequence[str]) -> list[str]:
@@ -142,6 +193,7 @@ def _language_model_head(config: PretrainedConfig, names: Sequence[str]) -> list
 def log_choices(path: str, where: str, difference: Difference) -> None:
     """Name the tensors and files of a folder that are new or not used, once per run."""
     parts = [f"{', '.join(difference.new)} is new and starts at zero"] if difference.new else []
+    parts += [f"{' and '.join(difference.head.names)} of the folder is the value head"] if difference.head else []
     parts += [f"{name} of the folder is not used" for name in (*difference.unused, *ignored_files(path))]
     is_main = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     if parts and is_main:

@@ -5,6 +5,7 @@ Activations and operations follow the decoder layer of Llama, Qwen, Mistral and 
 every expert counts as active, which is an overestimate.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -181,32 +182,41 @@ def read_shapes(config: Config) -> Shapes:
     paths = config.models
     critic, reference = paths.critic or paths.reward or paths.actor, paths.reference or paths.actor
     needs_reference = config.has_reference and not config.reference_is_actor
+    read = functools.partial(_read_checked, trust_remote_code=paths.trust_remote_code)
     return Shapes(
-        actor=_read_checked(paths.actor, "models.actor", is_policy=True),
-        reward=_read_checked(paths.reward, "models.reward", is_policy=False) if paths.reward else None,
-        critic=_read_checked(critic, "models.critic", is_policy=False) if config.has_critic else None,
-        reference=_read_checked(reference, "models.reference", is_policy=True) if needs_reference else None,
+        actor=read(paths.actor, "models.actor", is_policy=True),
+        reward=read(paths.reward, "models.reward", is_policy=False) if paths.reward else None,
+        critic=read(critic, "models.critic", is_policy=False) if config.has_critic else None,
+        reference=read(reference, "models.reference", is_policy=True) if needs_reference else None,
     )
 
 
-def _read_checked(path: str, field: str, *, is_policy: bool) -> ModelShape:
+def _read_checked(path: str, field: str, *, is_policy: bool, trust_remote_code: bool) -> ModelShape:
     """Return the sizes of the model in a folder, which may hold no weights, but none of another model."""
-    check_weights(path, field=field, is_policy=is_policy, new_head=field == "models.critic", must_exist=False)
-    return read_shape(path, field=field, is_policy=is_policy)
+    check_weights(
+        path,
+        field=field,
+        is_policy=is_policy,
+        new_head=field == "models.critic",
+        must_exist=False,
+        trust_remote_code=trust_remote_code,
+    )
+    return read_shape(path, field=field, is_policy=is_policy, trust_remote_code=trust_remote_code)
 
 
-def read_shape(path: str, *, field: str, is_policy: bool) -> ModelShape:
+def read_shape(path: str, *, field: str, is_policy: bool, trust_remote_code: bool = False) -> ModelShape:
     """Return the sizes of the model in a folder: a causal language model, or a value model with one output.
 
     Args:
         path: folder of the model.
         field: setting that names the folder, for messages.
         is_policy: whether to read a causal language model.
+        trust_remote_code: see load_config.
 
     Raises:
         ConfigError: the folder holds no such model.
     """
-    model, head = empty_model(path, field=field, is_policy=is_policy)
+    model, head = empty_model(path, field=field, is_policy=is_policy, trust_remote_code=trust_remote_code)
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -140,12 +140,3 @@ def _given(value: Any, key: str) -> Iterator[Any]:
             return
         value = value[name]
     yield value
-
-
-def merged(settings: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested dictionaries with the keys of both; where both have a value that is no dictionary, `further`'s."""
-    both = dict(settings)
-    for key, value in further.items():
-        inner = both.get(key)
-        both[key] = merged(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
-    return both

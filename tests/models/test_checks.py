@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybrid_rl.config import (
@@ -20,6 +21,8 @@ from hybrid_rl.config import (
 from hybrid_rl.models.checks import check_models
 from tests.models.families import FAMILIES
 
+CPU = torch.device("cpu")
+
 
 def test_lengths_and_parallel_sizes_must_fit_every_model(tiny, tmp_path):
     """Sequences of 64 tokens fit the tiny models; a critic with 32 positions is refused."""
@@ -31,16 +34,16 @@ def test_lengths_and_parallel_sizes_must_fit_every_model(tiny, tmp_path):
             rollout=RolloutConfig(max_response_tokens=24),
         )
 
-    check_models(config())
+    check_models(config(), CPU)
     short = tmp_path / "short"
     shutil.copytree(tiny / "reward", short)
     settings = json.loads((short / "config.json").read_text()) | {"max_position_embeddings": 32}
     (short / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match=rf"40 \+ .* 24 = 64: models.critic = {short} takes at most 32 tokens"):
-        check_models(config(critic=str(short)))
+        check_models(config(critic=str(short)), CPU)
     parallel = replace(config(), update=UpdateConfig(sequence_parallel_size=3))
     with pytest.raises(ConfigError, match=r"sequence_parallel_size = 3: must divide the 2 attention heads of models\."):
-        check_models(parallel)
+        check_models(parallel, CPU)
 
 
 @pytest.mark.parametrize(
@@ -61,10 +64,10 @@ def test_attention_and_adapter_targets_must_fit_the_class(tiny, tmp_path, models
     lengths = {"prompts": PromptsConfig(max_prompt_tokens=40), "rollout": RolloutConfig(max_response_tokens=24)}
     config = Config(models=ModelsConfig(actor=str(tmp_path), **models), **lengths)
     if message is None:
-        check_models(config)
+        check_models(config, CPU)
     else:
         with pytest.raises(ConfigError, match=message):
-            check_models(config)
+            check_models(config, CPU)
 
 
 def test_a_class_that_a_family_lacks_is_named(tiny, tmp_path):
@@ -73,11 +76,11 @@ def test_a_class_that_a_family_lacks_is_named(tiny, tmp_path):
     lengths = {"prompts": PromptsConfig(max_prompt_tokens=40), "rollout": RolloutConfig(max_response_tokens=24)}
     models = ModelsConfig(actor=str(tmp_path))
     with pytest.raises(ConfigError, match=r"models.critic: transformers has no sequence classifier of type cohere"):
-        check_models(Config(models=models, **lengths))
+        check_models(Config(models=models, **lengths), CPU)
     without = Config(models=models, advantage=AdvantageConfig(estimator="grpo"), **lengths)
-    check_models(without)
+    check_models(without, CPU)
     with pytest.raises(ConfigError, match=r"models.fused_layers = liger: .*; models.actor is of type cohere; use auto"):
-        check_models(replace(without, models=replace(models, fused_layers="liger")))
+        check_models(replace(without, models=replace(models, fused_layers="liger")), CPU)
 
 
 def test_only_a_reward_model_may_have_another_tokenizer(tiny, tmp_path):
@@ -91,10 +94,10 @@ def test_only_a_reward_model_may_have_another_tokenizer(tiny, tmp_path):
     tokenizer.save_pretrained(other)
     models = {"actor": str(tiny / "policy"), "reward": str(other)}
     rest = {"prompts": PromptsConfig(path="p", max_prompt_tokens=40), "rollout": RolloutConfig(max_response_tokens=24)}
-    check_models(Config(models=ModelsConfig(**models, critic=str(tiny / "policy")), **rest))
-    check_models(Config(models=ModelsConfig(**models), advantage=AdvantageConfig(estimator="grpo"), **rest))
+    check_models(Config(models=ModelsConfig(**models, critic=str(tiny / "policy")), **rest), CPU)
+    check_models(Config(models=ModelsConfig(**models), advantage=AdvantageConfig(estimator="grpo"), **rest), CPU)
     for field in ("critic", "reference"):
         with pytest.raises(ConfigError, match=rf"models.{field} = {other}: its tokenizer is not the actor's"):
-            check_models(Config(models=ModelsConfig(**models, **{field: str(other)}), **rest))
+            check_models(Config(models=ModelsConfig(**models, **{field: str(other)}), **rest), CPU)
     with pytest.raises(ConfigError, match=r"models.critic is null and would start as models.reward = "):
-        check_models(Config(models=ModelsConfig(**models), **rest))
+        check_models(Config(models=ModelsConfig(**models), **rest), CPU)

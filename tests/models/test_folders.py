@@ -60,12 +60,12 @@ def test_code_of_a_folder_never_runs_and_nobody_is_asked(
     ran = tmp_path / "ran"
     (folder / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass A: pass\nclass B: pass\n")
     edit_config(folder, model_type="own", auto_map={"AutoConfig": "own.A", "AutoModelForCausalLM": "own.B"})
-    with pytest.raises(ConfigError, match=r"models\.actor = .*: the model needs Python code of its own \(auto_map"):
+    with pytest.raises(ConfigError, match=r"models\.actor = .*: the model needs Python code .*: true to run it"):
         load_config(str(folder), field="models.actor")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.A", None]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ConfigError, match="no tokenizer there"):
+    with pytest.raises(ConfigError, match=r"tokenizer needs Python code .*, then set models.trust_remote_code: true"):
         load_tokenizer(str(folder))
     assert not ran.exists()
 

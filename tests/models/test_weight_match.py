@@ -108,7 +108,7 @@ def test_all_models_are_checked_and_reported_together(untied: Path, tiny: Path, 
         rollout=RolloutConfig(max_response_tokens=8),
     )
     with pytest.raises(ConfigError) as error:
-        check_models(config)
+        check_models(config, torch.device("cpu"))
     assert [message.split(" = ")[0] for message in error.value.messages] == ["models.actor", "models.reward"]
 
 

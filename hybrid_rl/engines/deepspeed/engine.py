@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -57,6 +58,23 @@ _OFFLOADED = [
 ]
 
 
+def _check_master(zero_stage: int, dtype: torch.dtype) -> None:
+    """Check that DeepSpeed keeps float32 weights beside 16-bit ones."""
+    check(
+        zero_stage > 0 or dtype == torch.float32,
+        f"update.zero_stage = 0: DeepSpeed keeps no float32 master of {dtype} weights then; use 1 to 3",
+    )
+
+
+def _gather_whole_layers(module: PackedModel) -> None:
+    """Make ZeRO-3 gather a layer's weights at once instead of module by module, which halves the host's work.
+
+    It fails with adapters, because the input of the first layer has no gradient.
+    """
+    if not has_adapters(module.model):
+        set_z3_leaf_modules(module, [GradientCheckpointingLayer], raise_if_not_found=False)
+
+
 class DeepSpeedEngine:
     """A model, its gradients and its optimizer, sharded over all ranks; see TrainEngine for the methods.
 
@@ -74,6 +92,7 @@ class DeepSpeedEngine:
         alias_buffer: AliasBuffer | None = None,
         tensor_parallel_size: int = 1,
         is_offloaded: bool = False,
+        further: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Shard the module and make its optimizer.
 
@@ -86,23 +105,19 @@ class DeepSpeedEngine:
             alias_buffer: buffer that holds the parameters if a rollout engine aliases them.
             tensor_parallel_size: number of consecutive ranks over which matrices are sharded; they get the same inputs.
             is_offloaded: whether DeepSpeed's offload moves the optimizer's tensors to the host between updates.
+            further: update.deepspeed.
 
         Raises:
             ConfigError: the settings exclude each other, or the model cannot be sharded; see Shards.
         """
         dtype = next(module.parameters()).dtype
-        check(
-            zero_stage > 0 or dtype == torch.float32,
-            f"update.zero_stage = 0: DeepSpeed keeps no float32 master of {dtype} weights then; use 1 to 3",
-        )
+        _check_master(zero_stage, dtype)
         self._shards = Shards(module, tensor_parallel_size)
-        settings = (
-            deepspeed_settings(config, zero_stage=zero_stage, dtype=dtype, device=world.device) | self._shards.settings
+        settings = self._shards.settings | deepspeed_settings(
+            config, zero_stage=zero_stage, dtype=dtype, device=world.device, further=further
         )
-        if zero_stage == 3 and not has_adapters(module.model):
-            # Gathering a layer's weights at once instead of module by module halves the host's work under ZeRO-3. It
-            # fails with adapters, because the input of the first layer has no gradient.
-            set_z3_leaf_modules(module, [GradientCheckpointingLayer], raise_if_not_found=False)
+        if zero_stage == 3:
+            _gather_whole_layers(module)
         factor = lr_factor(config, total_steps)
         parameters = alias_buffer.ordered() if alias_buffer else module.parameters()
         with flat_parameters_in(alias_buffer) if alias_buffer else nullcontext():

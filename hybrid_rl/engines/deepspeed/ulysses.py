@@ -19,13 +19,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hybrid_rl.config import ConfigError, check
 from hybrid_rl.distributed import World
 from hybrid_rl.models.packed import PackedModel
+from hybrid_rl.models.sequence_parallel import check_slices
 from hybrid_rl.models.verification import is_close, probe_inputs
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 M = TypeVar("M", bound=PackedModel)
 
-SUPPORTED_ATTENTION = ("varlen", "flash_attention_2", "sdpa")
-"""Values of models.attention whose functions take the bounds of sequences as arguments and can be wrapped."""
 _group_of: WeakKeyDictionary[nn.Module, World] = WeakKeyDictionary()
 """Module of a sequence-parallel model -> its group."""
 
@@ -48,16 +47,7 @@ def enable_sequence_parallel(module: M, ranks: World | None, path: str, *, field
     model, (both, _) = module.model, probe_inputs(module.model)
     name = f"update.sequence_parallel_size = {ranks.size}: {field} = {path}: {type(model).__name__}"
     attention = model.config._attn_implementation
-    check(not module.is_padded, f"{name} pads its sequences, and only packed tokens can be sliced; use 1")
-    check(
-        attention in SUPPORTED_ATTENTION,
-        f"{name} runs with models.attention = {attention}; tokens can be sliced with {', '.join(SUPPORTED_ATTENTION)}",
-    )
-    check(
-        attention != "sdpa" or getattr(model.config.get_text_config(), "sliding_window", None) is None,
-        f"{name} has a sliding window, for which models.attention = sdpa masks only this rank's tokens; "
-        "use varlen or flash_attention_2",
-    )
+    check_slices(model.config, attention, is_padded=module.is_padded, where=name)
     deepspeed.init_distributed()
     _wrap_attention(attention)
     with torch.no_grad():

@@ -1,18 +1,23 @@
 """The arguments with which vLLM is started."""
 
 import base64
+import dataclasses
 import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from hybrid_rl.config import RolloutConfig
+from hybrid_rl.config import ConfigError, RolloutConfig
+from hybrid_rl.engines.passed_on import check_names, merged, sentence_of
+from hybrid_rl.engines.vllm.environment import engine_environment
 from hybrid_rl.engines.vllm.scheduler import EngineScheduler
 from hybrid_rl.weights.bucket import AliasedWeights
 
 LOAD_FORMAT = "hybrid_rl_alias"
 """Name under which worker.py registers AliasLoader with vLLM."""
+_GRAPHS = {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
+"""Engine arguments beside which vLLM takes no sizes of CUDA graphs in its compilation_config."""
 _MAX_DEFAULT_GRAPH = 512
 """Number of sequences of the largest CUDA graph that vLLM captures by default."""
 _LEAST_FRACTION, _CONTEXT_FRACTION = 0.01, 0.05
@@ -29,13 +34,14 @@ def engine_arguments(
     seed: int,
     aliased: AliasedWeights | None,
     gpus: Sequence[str],
-    is_restart: bool,
+    is_restart: bool = False,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Return the keyword arguments of vllm.LLM; see VllmEngine for the parameters."""
     has_cuda = torch.cuda.is_available()
     arguments: dict[str, Any] = {
         "model": model,
-        "trust_remote_code": False,
+        "trust_remote_code": trust_remote_code,
         "skip_tokenizer_init": not config.stop_strings,
         "dtype": str(dtype).removeprefix("torch."),
         "load_format": "dummy",
@@ -54,7 +60,7 @@ def engine_arguments(
     }
     if config.kv_cache_memory_bytes is not None:
         arguments["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes
-    if not arguments["enforce_eager"] and config.max_num_seqs > _MAX_DEFAULT_GRAPH:
+    if not arguments["enforce_eager"] and config.max_num_seqs > _MAX_DEFAULT_GRAPH and not _GRAPHS & config.vllm.keys():
         arguments["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes(config.max_num_seqs)}
     if gpus:  # under Ray, vLLM's default executor would request further GPUs from the cluster
         arguments |= {"tensor_parallel_size": len(gpus), "distributed_executor_backend": "mp"}
@@ -66,7 +72,59 @@ def engine_arguments(
         free, total = torch.cuda.mem_get_info()
         fraction = arguments["gpu_memory_utilization"]
         arguments["gpu_memory_utilization"] = restart_fraction(fraction, free_bytes=free, total_bytes=total)
-    return arguments
+    return merged(arguments, config.vllm)
+
+
+def check_arguments(
+    model: str,
+    config: RolloutConfig,
+    *,
+    dtype: torch.dtype,
+    max_model_len: int,
+    can_sleep: bool,
+    trust_remote_code: bool,
+    makes_config: bool,
+) -> None:
+    """Check that vLLM takes the arguments of an engine, as far as it checks them before it loads a model.
+
+    An engine over several GPUs is checked like one over a single GPU, because this process may see only one.
+
+    Args:
+        model, config, dtype, max_model_len, can_sleep, trust_remote_code: see VllmEngine.
+        makes_config: whether to make vLLM's configuration, which needs the devices of the run.
+    Raises:
+        ConfigError: vLLM cannot be imported, does not know a name in rollout.vllm, or refuses a value or the model.
+    """
+    with engine_environment():
+        try:
+            import vllm
+            from vllm.engine.arg_utils import EngineArgs
+        except ImportError as error:
+            raise ConfigError(f"rollout.engine = vllm: vLLM cannot be imported ({error}); run make install") from error
+        library = f"vLLM {vllm.__version__}"
+        known = [field.name for field in dataclasses.fields(EngineArgs) if not field.name.startswith("_")]
+        check_names("rollout.vllm", config.vllm, known, library=library)
+        if not makes_config:
+            return
+        arguments = engine_arguments(
+            model,
+            config,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            can_sleep=can_sleep,
+            seed=0,
+            aliased=None,
+            gpus=(),
+            trust_remote_code=trust_remote_code,
+        )
+        try:
+            EngineArgs(**arguments).create_engine_config()
+        except Exception as error:  # vLLM raises types of many libraries here
+            fields = "rollout and rollout.vllm" if config.vllm else "rollout"
+            raise ConfigError(
+                f"rollout.engine = vllm: {library} refuses models.actor = {model} with the settings in {fields}: "
+                f"{sentence_of(error)}"
+            ) from error
 
 
 def restart_fraction(fraction: float, *, free_bytes: int, total_bytes: int) -> float:

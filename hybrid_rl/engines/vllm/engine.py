@@ -91,22 +91,20 @@ class VllmEngine:
         self._is_complete = self._is_aliased  # AliasLoader has checked it
         self._has_tokenizer, self._mapped = bool(config.stop_strings), set(_TAGS)
         atexit.register(self.close)  # of a run that ends while it is built
-        self._start_or_close(
-            gpus,
-            partial(
-                engine_arguments,
-                model,
-                config,
-                dtype=dtype,
-                max_model_len=max_model_len,
-                can_sleep=can_sleep,
-                seed=seed,
-                aliased=aliased,
-                gpus=gpus,
-                is_restart=is_restart,
-                trust_remote_code=trust_remote_code,
-            ),
+        make_arguments = partial(
+            engine_arguments,
+            model,
+            config,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            can_sleep=can_sleep,
+            seed=seed,
+            aliased=aliased,
+            gpus=gpus,
+            is_restart=is_restart,
+            trust_remote_code=trust_remote_code,
         )
+        self._start_or_close(gpus, make_arguments)
 
     def _start_or_close(self, gpus: Sequence[str], make_arguments: Callable[[], dict[str, Any]]) -> None:
         """Start vLLM with arguments that are made in the environment of its processes."""
