@@ -6,7 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import distributions
 from types import TracebackType
 from typing import Any, Self
@@ -192,6 +192,7 @@ class Recorder:
                 "reward": reward,
                 "num_tokens": rollout.num_sampled,
                 "is_truncated": rollout.is_truncated,
+                **_turns(rollout),
                 **more,
             }
             for rollout, reward, more in zip(rollouts, batch.rewards.tolist(), details, strict=True)
@@ -242,6 +243,19 @@ class Recorder:
         close_each(*parts, error=error)
 
 
+def _turns(rollout: Rollout) -> dict[str, list[dict[str, Any]]]:
+    """Return the column `turns` of a conversation; no column for a response that is one turn."""
+    if not rollout.turns:
+        return {}
+    return {
+        "turns": [
+            {"role": turn.role, "text": turn.text, "num_tokens": turn.num_tokens}
+            | ({"reward": turn.reward} if turn.is_sampled else {})
+            for turn in rollout.turns
+        ]
+    }
+
+
 def _rollout_sums(batch: TrainBatch) -> dict[str, float]:
     assert batch.rewards is not None
     return {
@@ -255,6 +269,11 @@ def _rollout_sums(batch: TrainBatch) -> dict[str, float]:
 def environment(world: World) -> dict[str, str | int]:
     """Return device, number of ranks and versions of the packages."""
     gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else f"CPU, {os.cpu_count()} cores"
+    return {"device": gpu, "num_ranks": world.size, "python": platform.python_version(), **_versions()}
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Return package -> version; the metadata of all packages take a second to read."""
     installed = {d.name.lower().replace("_", "-"): d.version for d in distributions() if d.name}
-    versions = {name: installed[name] for name in PACKAGES if name in installed}
-    return {"device": gpu, "num_ranks": world.size, "python": platform.python_version(), **versions}
+    return {name: installed[name] for name in PACKAGES if name in installed}
