@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybrid_rl.batch import Rollout, make_train_batch
 from hybrid_rl.checkpoints.phase_log import PhaseLog
 from hybrid_rl.checkpoints.resume import open_phase_log
 from hybrid_rl.config import CheckpointConfig, Config, RewardConfig, RunConfig
 from hybrid_rl.distributed import World, join_world
+from hybrid_rl.rewards.scoring import Scored
+from tests.conftest import make_rollout, make_turns
 
 
 def never() -> str:
@@ -49,6 +52,31 @@ def test_steps_that_a_checkpoint_contains_are_deleted(tmp_path, world):
         log.get_or_compute(step, "rollout", lambda: "")
     log.delete_up_to(2)
     assert steps(tmp_path) == ["step_000003"]
+
+
+def test_conversations_and_their_scores_are_read_as_they_were(tmp_path, world):
+    rollouts = [
+        make_rollout([1, 2], [3, 4, 5], rollout_logprobs=[-0.1, -0.7], turns=make_turns(1, -1, 1)),
+        make_rollout([1, 2], [6], sequence_id=1),
+    ]
+    scored = Scored(
+        rollouts=rollouts,
+        scores=torch.tensor([0.3, 1.0], dtype=torch.float64),
+        parts={},
+        token_rewards={0: [(0, 0.1), (2, -0.0)]},
+    )
+    log = open_log(tmp_path, world)
+    log.get_or_compute(1, "rollout", lambda: (rollouts, []), Rollout)
+    log.get_or_compute(1, "scores", lambda: scored, Scored)
+
+    again = open_log(tmp_path, world)
+    found, greedy = again.get_or_compute(1, "rollout", never, Rollout)
+    assert (found, greedy) == (rollouts, [])
+    read = again.get_or_compute(1, "scores", never, Scored)
+    assert repr(read.token_rewards) == repr(scored.token_rewards) and read.rollouts == rollouts
+    for name, value in vars(make_train_batch(rollouts)).items():
+        other = getattr(make_train_batch(read.rollouts), name)
+        assert torch.equal(value, other) if isinstance(value, torch.Tensor) else repr(value) == repr(other), name
 
 
 @pytest.mark.parametrize(

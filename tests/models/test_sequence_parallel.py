@@ -36,7 +36,7 @@ from hybrid_rl.models.sequence_parallel import apply_together, check_heads, pad_
 from hybrid_rl.steps.logprobs import Packing, sequence_values, token_logprobs, token_values
 from hybrid_rl.steps.ptx import PtxLoss
 from hybrid_rl.steps.updates import KlInLoss, update_actor, update_critic
-from tests.conftest import make_rollout
+from tests.conftest import make_rollout, make_turns
 
 CPU = torch.device("cpu")
 LENGTHS = [(2, 5), (3, 1), (1, 8), (4, 3), (2, 0), (5, 6), (1, 2), (2, 4)]
@@ -58,6 +58,7 @@ class Case:
     checkpointing: bool = False
     kl: bool = False
     ptx: bool = False
+    has_turns: bool = False
 
 
 CASES = {
@@ -71,7 +72,11 @@ CASES = {
     "ratios of sequences, kl in the loss": Case(policy_loss="gspo", micro_batch_tokens=13, kl=True),
     "adapters, ptx loss": Case(lora=4, ptx=True),
     "learned positions": Case(model="gpt2"),
+    "conversations": Case(has_turns=True, micro_batch_tokens=13, kl=True),
+    "conversations, critic": Case(role="critic", has_turns=True),
 }
+TURNS = [(3, -1, 1), (1,), (1, -6, 1), (-1, 2), (), (2, -2, 1, 1), (-1, 1), (1, -2, 1)]
+"""Turns of the same eight sequences as conversations; a negative length is an observation's."""
 
 
 def make_model(name: str, folder: Path, tiny: Path, world: World) -> Path:
@@ -97,13 +102,14 @@ def make_model(name: str, folder: Path, tiny: Path, world: World) -> Path:
     return folder / name
 
 
-def make_batch() -> TrainBatch:
-    """Return the eight sequences with the fields that an update reads."""
+def make_batch(*, has_turns: bool = False) -> TrainBatch:
+    """Return the eight sequences, perhaps as conversations, with the fields that an update reads."""
     generator = torch.Generator().manual_seed(0)
     rollouts = []
     for i, (p, r) in enumerate(LENGTHS):
         tokens = torch.randint(2, 38, (p + r,), generator=generator).tolist()
-        rollouts.append(make_rollout(tokens[:p], tokens[p:], prompt_id=i // 2, sequence_id=i))
+        turns = make_turns(*TURNS[i]) if has_turns else ()
+        rollouts.append(make_rollout(tokens[:p], tokens[p:], prompt_id=i // 2, sequence_id=i, turns=turns))
     batch = make_train_batch(rollouts)
     mask = batch.response_mask
     fields = torch.where(mask, torch.randn(5, *mask.shape, generator=generator), 0)
@@ -127,7 +133,8 @@ def run_case(case: Case, world: World, group: World | None, folder: Path, tiny: 
         entropy_coef=0.01,
         clip_high=0.4,
     )
-    batch, packing = make_batch(), Packing(limit=TokenLimit(case.micro_batch_tokens), world=data_parallel)
+    batch = make_batch(has_turns=case.has_turns)
+    packing = Packing(limit=TokenLimit(case.micro_batch_tokens), world=data_parallel)
     options: dict[str, Any] = {"seed": 7, "max_response_tokens": 8}
     if case.role == "critic":
         path = str(tiny / "reward")

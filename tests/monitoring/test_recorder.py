@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from hybrid_rl.batch import make_train_batch
+from hybrid_rl.batch import Turn, make_train_batch
 from hybrid_rl.config import Config, ConfigError, ModelsConfig, PromptsConfig, RewardConfig, RunConfig, as_dict
 from hybrid_rl.distributed import World
 from hybrid_rl.errors import FileWriteError
@@ -109,6 +109,28 @@ def test_a_resumed_run_writes_its_steps_once(config: Config) -> None:
 def test_profiling_without_a_gpu_is_rejected(config: Config) -> None:
     with pytest.raises(ConfigError, match=r"run.profile_steps = \[3, 4\]: there is no GPU"):
         Recorder(replace(config, run=replace(config.run, profile_steps=(3, 4))), ALONE, ALONE)
+
+
+def test_rollouts_hold_the_turns_of_conversations(config: Config) -> None:
+    turns = [
+        Turn(role="assistant", num_tokens=2, text="a < 5?", reward=0.5),
+        Turn(role="user", num_tokens=3, text="no"),
+        Turn(role="assistant", num_tokens=1, text="7"),
+    ]
+    rollouts = [make_rollout(response_ids=[3] * 6, turns=turns), make_rollout(prompt_id=1)]
+    with Recorder(config, ALONE, ALONE) as recorder:
+        recorder.open(1, run_id=RUN_ID)
+        batch = make_train_batch(rollouts).with_fields(rewards=torch.tensor([1.0, 0.0]))
+        row = recorder.step(1, rollouts, batch, {"kl": 2.0}, {})
+    assert row["rollout/response_length"] == 2.0 and row["kl"] == 0.5  # over 3 + 1 sampled tokens
+    lines = (config.run_dir / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    talked, plain = map(json.loads, lines)
+    assert talked["num_tokens"] == 3 and "turns" not in plain
+    assert talked["turns"] == [
+        {"role": "assistant", "text": "a < 5?", "num_tokens": 2, "reward": 0.5},
+        {"role": "user", "text": "no", "num_tokens": 3},
+        {"role": "assistant", "text": "7", "num_tokens": 1, "reward": 0.0},
+    ]
 
 
 def test_rollouts_of_the_last_steps_stay(config: Config) -> None:

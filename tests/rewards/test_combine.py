@@ -106,8 +106,7 @@ def test_a_response_without_tokens_is_paid_at_its_end_alone():
 
 def test_a_reward_at_an_observation_is_paid_at_the_sampled_token_before_it():
     turns = [Turn(role=role, num_tokens=2) for role in ("assistant", "tool", "assistant")]
-    rollout = make_rollout(response_ids=range(6), rollout_logprobs=[-1.0] * 4)
-    object.__setattr__(rollout, "turns", turns)
+    rollout = make_rollout(response_ids=range(6), turns=turns)
     assert sampled_positions(rollout) == [0, 1, 4, 5]
     paid = Returned(score=1.0, token_rewards=[(0, 1.0), (3, 2.0), (4, 3.0)])
     assert token_rewards(rollout, [(1.0, paid)], None) == [(0, 1.0), (1, 2.0), (4, 3.0)]
