@@ -192,7 +192,7 @@ def make_rollout(
     text: str = "",
     prompt_text: str = "",
     prefill: str = "",
-    answer: str | None = None,
+    answer: str | list[str] | None = None,
     turns: Sequence[Turn] = (),
 ) -> Rollout:
     """Return a response to a prompt.

@@ -107,7 +107,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "checkpoint.phase_log = true: needs checkpoint.every_steps > 0, or the log would grow without end",
     ),
     ({"models.actor": ""}, "models.actor is empty: give a Hugging Face folder"),
-    ({"prompts.path": ""}, "prompts.path is empty: give a file, a dataset folder or reasoning_gym:<task>"),
+    (
+        {"prompts.path": ""},
+        "prompts.path is empty: give a file, a dataset folder, a name on the hub or reasoning_gym:<task>",
+    ),
     (
         {"reward.functions": []},
         "models.reward is null, reward.functions and reward.remote_urls are empty: one must score the responses",
@@ -230,6 +233,39 @@ RULES: list[tuple[dict[str, Any], str]] = [
         {"update.zero_stage": 0, "memory.swap": "deepspeed"},
         "memory.swap = deepspeed: DeepSpeed cannot offload update.zero_stage = 0; use 1 to 3, or swap = vmm or off",
     ),
+    (
+        {"run.eval_temperature": 0.005},
+        "run.eval_temperature = 0.005: must be 0, which is greedy, or at least 0.01",
+    ),
+    (
+        {"run.eval_samples": 4, "run.eval_temperature": 0.0},
+        "run.eval_samples = 4: run.eval_temperature = 0 gives equal responses to a prompt; set one of them otherwise",
+    ),
+    (
+        {"run.eval_top_p": 0.9},
+        "run.eval_top_p = 0.9: has no effect on greedy decoding (run.eval_temperature = null); set "
+        "run.eval_temperature",
+    ),
+    (
+        {"run.eval_samples": 4, "run.eval_pass_at": [1, 8]},
+        "run.eval_pass_at = [1, 8]: pass@[8] needs as many responses per prompt, and run.eval_samples = 4",
+    ),
+    (
+        {"run.eval_target": "x", "prompts.eval_path": "a"},
+        "run.eval_target = x: must be a name in prompts.eval_path, which has no names",
+    ),
+    (
+        {"run.eval_target": "x", "prompts.eval_path": {"y": "a", "z": "b"}},
+        "run.eval_target = x: must be a name in prompts.eval_path, which has y, z",
+    ),
+    (
+        {"reward.by_source": {"mine": "math"}},
+        "reward.by_source has no effect: add by_source to reward.functions, or remove it",
+    ),
+    (
+        {"reward.by_source": {"mine": [3]}, "reward.functions": ["by_source"]},
+        "reward.by_source: mine = [3]: must be a rule function, or a list of them",
+    ),
 ]
 
 
@@ -270,5 +306,9 @@ def test_a_broken_rule_is_named_in_one_sentence(changes, sentence):
     ids=str,
 )
 def test_values_on_the_boundary_are_allowed(changes):
+        {"run.eval_temperature": 0.01, "run.eval_top_p": 0.5},
+        {"run.eval_samples": 4, "run.eval_pass_at": [1, 4], "run.eval_top_p": 0.9},
+        {"run.eval_target": "y", "prompts.eval_path": {"y": "a", "z": "b"}},
+        {"reward.by_source": {"mine": ["math", "think_format"]}, "run.eval_function": "by_source"},
     config = change(VALID_CONFIG, changes)
     assert validate(config) is config

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybrid_rl.engines import Sampling
-from hybrid_rl.engines.huggingface import HuggingFaceEngine
+from hybrid_rl.engines.huggingface import HuggingFaceEngine, nucleus
 from hybrid_rl.models.tokenizer import load_tokenizer
 from hybrid_rl.weights.checksum import checksum
 from tests.conftest import sync_weights
@@ -159,3 +159,42 @@ def test_the_engine_holds_the_weights_of_the_last_sync(engine, model):
 def test_a_tensor_without_a_parameter_is_named(engine, model):
     with pytest.raises(RuntimeError, match=r"takes these trainer tensors: base_layer\.weight"):
         sync_weights(engine, {"base_layer.weight": torch.ones(3)})
+
+
+@pytest.mark.parametrize(
+    "top_p, kept",
+    [
+        (0.3, [0, 1, 0, 0]),  # at least the likeliest
+        (0.5, [0, 1, 0, 0]),
+        (0.51, [0, 1, 1, 0]),
+        (0.8, [0, 1, 1, 0]),
+        (0.81, [1, 1, 1, 0]),
+        (1.0, [1, 1, 1, 1]),
+    ],
+)
+def test_a_nucleus_is_the_fewest_likeliest_tokens_that_reach_top_p(top_p, kept):
+    probabilities = torch.tensor([[0.15, 0.5, 0.3, 0.05]])
+    mask = torch.tensor([kept])
+    found = nucleus(probabilities.double().log(), top_p).exp()
+    expected = probabilities * mask / (probabilities * mask).sum()
+    torch.testing.assert_close(found, expected.double(), atol=1e-6, rtol=0)
+
+
+def test_sampling_from_a_nucleus_takes_no_other_tokens(engine, model):
+    prompt, draws = PROMPTS[0], 200
+    probabilities = (model(torch.tensor([prompt])).logits[0, -1] / 1.3).softmax(-1)
+    order = probabilities.argsort(descending=True)
+    number = int((probabilities[order].cumsum(0) < 0.4).sum()) + 1
+    allowed = set(order[:number].tolist())
+    assert 1 < number < 20
+    one = replace(SAMPLED, max_tokens=1, top_p=0.4)
+    found = [g.token_ids[0] for g in engine.generate([prompt] * draws, one, list(range(draws)))]
+    assert set(found) == allowed
+    everything = engine.generate([prompt] * draws, replace(one, top_p=1.0), list(range(draws)))
+    assert not {g.token_ids[0] for g in everything} <= allowed
+
+
+def test_a_nucleus_of_one_token_is_greedy_decoding(engine):
+    greedy = engine.generate(PROMPTS, Sampling(temperature=0.0, max_tokens=8, stop_token_ids=(0, 5)), None)
+    narrow = engine.generate(PROMPTS, replace(SAMPLED, top_p=1e-6), [1, 2, 3, 4, 5])
+    assert [g.token_ids for g in narrow] == [g.token_ids for g in greedy]

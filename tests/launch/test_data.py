@@ -75,3 +75,23 @@ def test_rows_without_answers_and_rows_that_cannot_be_used_are_said(config, tmp_
     assert "no prompt has an answer" in shown(change(config, {"prompts.path": str(rows)}))[1]
     with pytest.raises(ConfigError, match=r"longer than prompts.max_prompt_tokens = 2"):
         shown(change(config, {"prompts.max_prompt_tokens": 2}))
+
+
+def test_each_of_several_right_answers_must_be_found_right(config, tmp_path):
+    rows, file = tmp_path / "several.jsonl", tmp_path / "rewards.py"
+    rows.write_text(json.dumps({"prompt": "1 + 1 =", "answer": ["2", "2.0"]}) + "\n")
+    file.write_text("def first(prompt, response):\n    return float(response == prompt.answer[0])\n")
+    is_right, text = shown(change(config, {"prompts.path": str(rows)}))
+    assert is_right and "answers: ['2', '2.0']" in text and "1 of 1" in text
+    assert not shown(change(config, {"prompts.path": str(rows), "reward.functions": [f"{file}:first"]}))[0]
+
+
+def test_functions_chosen_by_data_set_are_tried_on_their_own_rows(config, tmp_path):
+    rows = tmp_path / "mixed.jsonl"
+    answers = {"openai/gsm8k": "3", "math": r"\\frac{1}{2}"}
+    rows.write_text(
+        "".join(f'{{"prompt": "1 + 1 =", "answer": "{answers[name]}", "data_source": "{name}"}}\n' for name in answers)
+    )
+    is_right, text = shown(change(config, {"prompts.path": str(rows), "reward.functions": ["by_source"]}))
+    assert is_right and text.count("1 of 1") == 2
+    assert f"prompts.path = {rows}: 2 prompts in the format plain" in text

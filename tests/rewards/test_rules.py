@@ -18,6 +18,29 @@ def make_rollouts(num=1, text="7", answer="7", **metadata):
 
 
 @pytest.mark.parametrize(
+    "name, answers, right, wrong",
+    [
+        ("exact_match", ["Paris", "the capital"], [" Paris", "the capital\n"], ["paris", "Paris the capital"]),
+        ("last_number", ["1,000", "7"], ["1000", "it is 7"], ["8", "none"]),
+        ("gsm8k", ["#### 18", "19"], [r"\boxed{18}", "<answer>19</answer>"], [r"18 \boxed{20}"]),
+        ("math", [r"\frac{1}{2}", "x + 1"], [r"\boxed{0.5}", r"\boxed{1 + x}"], [r"\boxed{2}", r"\boxed{x}"]),
+        ("exact_match", ["7"], ["7"], ["8"]),
+    ],
+)
+def test_a_response_with_any_of_several_right_answers_is_right(name, answers, right, wrong):
+    for responses, expected in ((right, 1.0), (wrong, 0.0)):
+        for response in responses:
+            (rollout,) = make_rollouts(text=response, answer=answers)
+            assert FUNCTIONS[name](rollout.prompt, rollout.text) == expected, response
+
+
+def test_one_of_several_answers_that_cannot_be_read_is_named():
+    (rollout,) = make_rollouts(text="7", answer=["7", "seven"])
+    with pytest.raises(ValueError, match="the answer 'seven' is not a number"):
+        FUNCTIONS["last_number"](rollout.prompt, rollout.text)
+
+
+@pytest.mark.parametrize(
     "name, answer, response, expected",
     [
         ("exact_match", "7", " 7\n", 1),

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_rl.batch import make_train_batch
 from hybrid_rl.config import ConfigError, ModelsConfig, OptimizerConfig, PtxConfig, UpdateConfig
+from hybrid_rl.data.mixing import Mixture
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
 from hybrid_rl.memory.micro_batches import TokenLimit
@@ -176,6 +177,24 @@ def test_state_of_another_stream_is_refused(world, changes):
     state = make_loss(world).state_dict()
     with pytest.raises(ConfigError, match=r"ptx\.path = texts\.jsonl: .*run\.resume = never"):
         make_loss(world, **changes).load_state_dict(state)
+
+
+def make_mixed(world: World, *, weights=(1, 2), batch_size: int = 3) -> PtxLoss:
+    config = PtxConfig(path=["a", "b"], coef=0.3, batch_size=batch_size)
+    return PtxLoss(TEXTS, config, world, seed=5, mixture=Mixture([2, 3], weights, seed=5))
+
+
+def test_a_mixture_of_texts_follows_its_weights_and_continues_from_its_state(world):
+    expected = draw(make_mixed(world), 12)
+    assert [sum(text in TEXTS[:2] for text in batch) for batch in expected] == [1] * 12
+    assert [text for batch in expected for text in batch if text in TEXTS[:2]][:2] in (TEXTS[:2], TEXTS[1::-1])
+    loss, resumed = make_mixed(world), make_mixed(world)
+    draw(loss, 5)
+    resumed.load_state_dict(json.loads(json.dumps(loss.state_dict())))
+    assert draw(resumed, 7) == expected[5:]
+    for other in (make_mixed(world, weights=(1, 1)), make_loss(world)):
+        with pytest.raises(ConfigError, match=r"restore data, weights, tokenizer and seed"):
+            other.load_state_dict(loss.state_dict())
 
 
 def test_loss_that_is_not_finite_is_an_error(tiny, world):
