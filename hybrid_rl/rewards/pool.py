@@ -81,16 +81,12 @@ class ScorerPool:
             ConfigError: there are no functions, one is listed twice or cannot be loaded or called, the weights do not
                 match, or a variable is not set.
         """
-        check(bool(names), f"{field} is empty: list at least one function")
+        _check_names(names, field)
         weights = [1.0] * len(names) if weights is None else list(weights)
         check(
             len(weights) == len(names),
             f"reward.weights has {len(weights)} values for {len(names)} {field}: give one weight per function",
         )
-        findings = Findings()
-        places = [findings.run(lambda name=name: split_name(name, field=field) or name) for name in names]  # type: ignore[misc]
-        findings.raise_any()
-        check(len(set(places)) == len(names), f"{field} = {list(names)}: one is listed twice; list each once")
         check_variables(environment_variables, os.environ)
         self._names, self._weights, self._num_workers, self._on_error = list(names), weights, num_workers, on_error
         self._prompts_per_call, self._applies = prompts_per_call, applies
@@ -232,6 +228,15 @@ class ScorerPool:
     def _describe(self, rollout: "Rollout", results: Sequence[Result]) -> str:
         reasons = [f"{name}: {r}" for name, r in zip(self._names, results, strict=True) if isinstance(r, str)]
         return f"prompt_id {rollout.prompt.prompt_id}, sequence_id {rollout.sequence_id}: {'; '.join(reasons)}"
+
+
+def _check_names(names: Sequence[str], field: str) -> None:
+    """Check that there are functions, each of which exists and is listed once."""
+    check(bool(names), f"{field} is empty: list at least one function")
+    findings = Findings()
+    places = [findings.run(lambda name=name: split_name(name, field=field) or name) for name in names]  # type: ignore[misc]
+    findings.raise_any()
+    check(len(set(places)) == len(names), f"{field} = {list(names)}: one is listed twice; list each once")
 
 
 def _failed(results: Sequence[Result]) -> bool:
