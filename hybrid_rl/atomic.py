@@ -64,12 +64,12 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def append(path: Path, content: bytes) -> None:
-    """Append to a file and flush it to the disk; where that fails, the file has its former length.
+    """Append to a file, which only the user can read, and flush it; where that fails, it has its former length.
 
     Raises:
         FileWriteError: the file cannot be written.
     """
-    with writing(path), path.open("ab", buffering=0) as file:
+    with writing(path), open(path, "ab", buffering=0, opener=_open_private) as file:
         length = file.tell()
         try:
             remaining = memoryview(content)

@@ -2,11 +2,16 @@
 
 import io
 import logging
+import os
 import re
 import sys
 import traceback
 import unicodedata
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any, TextIO
+
+logger = logging.getLogger(__name__)
 
 
 def printable(text: str) -> str:
@@ -64,6 +69,56 @@ class PrintableStream(io.TextIOWrapper):
         return len(text)
 
 
+class OutputStream:
+    """A text stream that goes on into nothing where it cannot be written: its pipe is closed, or its disk is full."""
+
+    def __init__(self, stream: TextIO, on_loss: Callable[[str], None]) -> None:
+        """Take a stream with a file descriptor.
+
+        Args:
+            stream: the stream to write to.
+            on_loss: called once, with the reason, after the stream could not be written.
+        """
+        self.stream = stream
+        self._on_loss = on_loss
+
+    def write(self, text: str) -> int:
+        """Write a text and return its length."""
+        self._try(lambda: self.stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what is in the buffer."""
+        self._try(self.stream.flush)
+
+    def _try(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except OSError as error:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self.stream.fileno())  # which takes the buffer, too, and what C libraries write
+            os.close(nothing)
+            self._on_loss(error.strerror or str(error))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def keep_output(on_loss: Callable[[str], None] | None = None) -> None:
+    """Let this process go on where its output cannot be written; a second call replaces the first.
+
+    Args:
+        on_loss: called once if stdout is lost, and may raise; None warns.
+    """
+
+    def warn(name: str) -> Callable[[str], None]:
+        return lambda reason: logger.warning("%s cannot be written (%s): the run goes on without it", name, reason)
+
+    streams = [s.stream if isinstance(s, OutputStream) else s for s in (sys.stdout, sys.stderr)]
+    sys.stdout = OutputStream(streams[0], on_loss or warn("stdout"))  # type: ignore[assignment]
+    sys.stderr = OutputStream(streams[1], warn("stderr"))  # type: ignore[assignment]
+
+
 def escape_messages() -> None:
     """Let every logger of this process, and the trace of an exception that ends it, write escaped text."""
     logging.setLogRecordFactory(PrintableRecord)
@@ -71,5 +126,6 @@ def escape_messages() -> None:
 
 
 def print_trace(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an exception with its trace to stderr, escaped."""
-    print(printable("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+    """Print an exception with its trace to stderr, escaped and without passwords in URLs."""
+    text = "".join(traceback.format_exception(kind, error, trace))
+    print(printable(hide_passwords(text)), end="", file=sys.stderr)

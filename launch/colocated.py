@@ -23,10 +23,11 @@ if not __package__:  # run as a script, perhaps of a checkout that is not instal
     __package__ = "launch"
 
 from hybrid_rl.config import Config, ConfigError, check  # noqa: E402
+from hybrid_rl.errors import FileWriteError  # noqa: E402
 from hybrid_rl.machine.packages import check_imports  # noqa: E402
 from hybrid_rl.machine.visible_devices import without_spaces  # noqa: E402
 from hybrid_rl.monitoring.signals import handle_signals  # noqa: E402
-from hybrid_rl.printable import escape_messages, printable  # noqa: E402
+from hybrid_rl.printable import escape_messages, keep_output, printable  # noqa: E402
 
 from .commands import description  # noqa: E402
 from .settings import (  # noqa: E402
@@ -204,12 +205,22 @@ def run(arguments: list[str], program: str = PROGRAM) -> bool:
     from .check import start_checked
 
     choose_accelerator()
+    keep_output()
     launch(*start_checked(config, num_processes))
     return True
 
 
 COMMANDS: Mapping[str, Callable[[list[str], str], bool]] = {"plan": plan, "check": check_only, "data": data}
 """First word of a command line -> what it does instead of training."""
+
+
+def refuse_output(reason: str) -> None:
+    """End a command that does nothing but print.
+
+    Raises:
+        FileWriteError: always.
+    """
+    raise FileWriteError(f"stdout cannot be written ({reason}): what it has is not complete")
 
 
 def execute(command: Callable[[list[str], str], bool], arguments: list[str], program: str) -> None:
@@ -219,10 +230,13 @@ def execute(command: Callable[[list[str], str], bool], arguments: list[str], pro
         SystemExit: with code 1, if the command answers no; for errors see hybrid_rl.errors.
     """
     escape_messages()
+    keep_output(refuse_output)
     handle_signals()
     os.environ |= without_spaces(os.environ)
     with exit_on_config_error():
-        if not command(arguments, program):
+        is_done = command(arguments, program)
+        sys.stdout.flush()
+        if not is_done:
             sys.exit(1)
 
 

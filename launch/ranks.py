@@ -26,7 +26,7 @@ from hybrid_rl.errors import PreemptedError, RankLostError, RunError
 from hybrid_rl.machine.visible_devices import VARIABLE, name_of_rank
 from hybrid_rl.monitoring import signals
 from hybrid_rl.monitoring.start import Start, process_start_ns
-from hybrid_rl.printable import escape_messages, print_trace
+from hybrid_rl.printable import escape_messages, keep_output, print_trace
 
 END_LIMIT_S = 26.0
 """Seconds for the other ranks to end after one has failed, or for all after a signal."""
@@ -129,6 +129,7 @@ def _run_process(config: Config, rank: int, num_ranks: int, folder: str, run: Ca
     os.environ.update({name: str(value) for name, value in places.items()})
     os.environ[FOLDER_VARIABLE] = folder
     escape_messages()
+    keep_output()
     board = FolderBoard(Path(folder))
     try:
         run(config)

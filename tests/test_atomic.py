@@ -20,9 +20,11 @@ def test_a_file_is_readable_by_its_user_alone_whatever_the_umask(tmp_path, mask)
     try:
         write_atomically(path, "first")
         append(path, b" and more")
+        append(tmp_path / "metrics.jsonl", b"a row")
     finally:
         os.umask(before)
     assert (mode(path), path.read_text()) == ("0o600", "first and more")
+    assert mode(tmp_path / "metrics.jsonl") == "0o600"
 
 
 def test_a_file_that_others_could_read_becomes_private(tmp_path):

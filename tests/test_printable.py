@@ -2,10 +2,12 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from hybrid_rl.rewards.remote import RemoteScorer
 from hybrid_rl.validate import validate
 from launch.colocated import parse
 from launch.settings import exit_on_config_error
+from tests.programs import PATHS
 
 ROOT = Path(__file__).parents[1]
 RED, CONTROL_SEQUENCE = "\x1b[31m", "\x9b2J"
@@ -184,3 +187,47 @@ def test_a_password_in_a_reward_url_is_refused_and_not_shown(urls, tmp_path, cap
     assert ended.value.code == 2 and shown.err.startswith("error: reward.remote_urls")
     assert "secret" not in shown.out + shown.err
     assert list(tmp_path.iterdir()) == []
+
+
+PRINTING = """
+import sys
+from hybrid_rl.printable import keep_output
+def refuse(reason):
+    sys.exit(f"refused: {reason}")
+keep_output({on_loss})
+for _ in range(10):
+    print("a" * 2000)
+sys.stdout.flush()
+print("done", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    "on_loss, code, output",
+    [
+        ("None", 0, "stdout cannot be written (No space left on device): the run goes on without it\ndone\n"),
+        ("refuse", 1, "refused: No space left on device\n"),
+    ],
+)
+def test_a_full_disk_under_stdout_ends_a_process_only_where_it_must(on_loss, code, output):
+    with open("/dev/full", "w") as full:
+        ended = run_printing(on_loss, full)
+    assert (ended.returncode, ended.stderr) == (code, output)
+
+
+def test_a_closed_pipe_under_stdout_does_not_end_a_process():
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = run_printing("None", writer)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr.splitlines()[-1]) == (0, "done")
+
+
+def run_printing(on_loss: str, stdout: Any) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", PRINTING.replace("{on_loss}", on_loss)],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **PATHS},
+    )

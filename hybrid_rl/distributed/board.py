@@ -1,5 +1,6 @@
 """Where each rank writes what it does and the others read it: a folder within one node, a store across nodes."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -58,7 +59,8 @@ def runs(note: Note) -> bool:
 
 def print_errors(messages: Sequence[str]) -> None:
     """Print to stderr without Python's buffer, which another thread may hold."""
-    os.write(2, "".join(f"error: {printable(hide_passwords(message))}\n" for message in messages).encode())
+    with contextlib.suppress(OSError):  # the exit code says the same where nobody reads the output
+        os.write(2, "".join(f"error: {printable(hide_passwords(message))}\n" for message in messages).encode())
 
 
 class Board(Protocol):
