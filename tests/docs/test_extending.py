@@ -1,5 +1,6 @@
 """The code of docs/extending.md works where the page says that it goes."""
 
+import math
 import re
 import types
 from dataclasses import replace
@@ -14,6 +15,7 @@ from hybrid_rl.config import AdvantageConfig
 from hybrid_rl.engines import Sampling
 from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.rewards import ScorerPool
+from hybrid_rl.rewards.given import giving
 from hybrid_rl.weights.bucket import IpcBucket, bucket_bytes, plan_buckets
 from tests.conftest import make_rollout
 
@@ -43,6 +45,42 @@ def test_reward_functions_are_found_in_their_file(tmp_path):
     with ScorerPool(names, timeout_s=60, num_workers=1, on_error="raise") as pool:
         found = pool.score(rollouts).per_function
     assert found == {names[0]: [1, 0, 1, 1], names[1]: [0, 0, 1, 0]}
+
+
+def test_reward_functions_of_other_trainers_work_as_they_are(tmp_path):
+    path = tmp_path / "rewards_of_others.py"
+    path.write_text(block("rewards_of_others.py"))
+    names = [f"{path}:{name}" for name in ("reward_func", "solves", "compute_score")]
+    rollouts = [
+        replace(r, text=text, prompt=replace(r.prompt, metadata={"solution": gold}))
+        for r, text, gold in zip([make_rollout(answer="7") for _ in "12"], ["is 7", "is 8"], ["7", None], strict=True)
+    ]
+    with ScorerPool(names, timeout_s=60, num_workers=1, on_error="raise") as pool:
+        result = pool.score(rollouts)
+    assert [result.per_function[names[0]], result.per_function[names[2]]] == [[1, -1], [1, 0]]
+    right, does_not_apply = result.per_function[names[1]]
+    assert right == 1 and math.isnan(does_not_apply)
+    assert [one.extras for one in result.returned[names[2]]] == [{"pred": "is 7"}, {"pred": "is 8"}]
+
+
+def test_steps_are_rewarded_at_their_ends(tmp_path):
+    path = tmp_path / "step_rewards.py"
+    path.write_text(block("step_rewards.py"))
+    rollout = make_rollout(answer="7", text="one\n" + "two " * 11 + "7")
+    with ScorerPool([f"{path}:few_words"], timeout_s=60, num_workers=1, on_error="raise") as pool:
+        ((found,),) = pool.score([rollout]).returned.values()
+    assert found.step_rewards == [(4, 0.1), (49, 0.0)] and found.score == 1.1
+
+
+def test_the_function_of_the_program_is_taken_as_an_object():
+    exec(block("train.py"), namespace := {"__name__": "train"})
+    rollout = make_rollout(text="rain falls")
+    rollout = replace(rollout, prompt=replace(rollout.prompt, metadata={"topic": "rain"}))
+    with (
+        giving([namespace["says_topic"]]) as names,
+        ScorerPool(names, timeout_s=60, num_workers=1, on_error="raise") as pool,
+    ):
+        assert pool.score([rollout]).per_function == {"given:says_topic": [1.0]}
 
 
 def test_an_estimator_is_one_function_and_one_line(monkeypatch):
