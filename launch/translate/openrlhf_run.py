@@ -94,8 +94,8 @@ MODELS = (
         "reward.functions",
         "reward.remote_urls",
         "run.eval_function",
-        note="OpenRLHF's reward_func(queries, prompts, labels) scores a batch of whole texts; here the function is "
-        "called as f(prompt, response) -> finite, so that an adapter must read prompt.text and prompt.answer",
+        note="the file works as it is, one response per call; what it raises ends the run, where OpenRLHF goes on "
+        "without a reward",
         when=is_function,
     ),
     maps("critic.model_name_or_path critic_pretrain", str, None, "models.critic"),

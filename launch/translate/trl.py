@@ -163,8 +163,8 @@ REWARDS = (
         "reward.functions",
         "prompts.answer_column",
         num_values=None,
-        note="TRL calls f(prompts, completions, **columns) for a batch; here a function of a file is called as "
-        "f(prompt, response) -> float, so that an adapter must read prompt.answer",
+        note="a file works as it is, with all responses to a prompt per call, as reward.prompts_per_call says; "
+        "trainer_state is not given",
         when=lambda c: any("." in name for name in c["reward_funcs"] or []),
     ),
     fixed(

@@ -147,6 +147,11 @@ def functions(c: Command) -> list[str]:
     return found
 
 
+def _reads_solution(c: Command) -> bool:
+    """Return whether a function of TRL reads the column `solution`; functions of files read columns by their names."""
+    return any(name in REWARD_FUNCTIONS for name in c["reward_funcs"] or [])
+
+
 def _weights(c: Command) -> tuple[float, list[float] | None, float]:
     """Return the weights of reward model, rule functions and overlong penalty.
 
@@ -232,7 +237,7 @@ RULES: Mapping[str, Callable[[Command], Any]] = {
     "prompts.eval_split": lambda c: (
         c["dataset_test_split"] if has_evaluation(c) and c["dataset_test_split"] != "test" else KEEP_DEFAULT
     ),
-    "prompts.answer_column": lambda c: "solution" if functions(c) else None,
+    "prompts.answer_column": lambda c: "solution" if _reads_solution(c) else None,
     "prompts.max_prompt_tokens": _prompt_tokens,
     "prompts.overlong_prompts": lambda c: "drop",
     "rollout.rollout_batch_size": rollout_batch_size,

@@ -236,8 +236,7 @@ REWARD = (
         str,
         None,
         "reward.functions",
-        note="verl calls compute_score(data_source, solution_str, ground_truth, extra_info); here the function is "
-        "called as f(prompt, response) -> float, so that an adapter must read prompt.answer",
+        note="the file works as it is; special tokens that the model wrote stay in solution_str",
     ),
     maps("custom_reward_function.name", str, "compute_score", "reward.functions"),
     lost("custom_reward_function.*", str, None, "a function gets no further arguments", num_values=None),

@@ -187,6 +187,8 @@ def test_variables_and_arrays_of_a_script_are_expanded() -> None:
         (trl.PROGRAM, "--warmup_ratio 0.1 --max_steps 50", "update.actor.warmup_steps", 5),
         (trl.PROGRAM, "--dataset_name a/b --dataset_config c", "prompts.path", "a/b:c"),
         (trl.PROGRAM, "--reward_funcs my_lib.rewards.f", "reward.functions", ["my_lib/rewards.py:f"]),
+        (trl.PROGRAM, "--reward_funcs my_lib.rewards.f", "prompts.answer_column", None),
+        (trl.PROGRAM, "--reward_funcs my_lib.rewards.f accuracy_reward", "prompts.answer_column", "solution"),
         (trl.PROGRAM, "--reward_model_name_or_path r --reward_funcs accuracy_reward --reward_weights 0.5 2",
          "reward.model_weight", 0.5),
         (trl.PROGRAM, "--use_peft --lora_r 8", "models.lora.rank", 8),

@@ -41,6 +41,11 @@ from tests.launch.scripts_of_trainers import (
 from tests.programs import PATHS, ROOT
 
 NUM_ROWS = 32
+REWARD_FUNC = """
+def reward_func(queries, prompts, labels, **kwargs):
+    rewards = [float(len(query) % 2) for query in queries]
+    return {"rewards": rewards, "scores": rewards, "extra_logs": {"length": len(queries[0])}}
+"""
 FAST = ("openrlhf dapo", "openrlhf ppo on slurm", "coati ppo", "verl grpo", "trl yaml")
 """Scripts whose check is one of the fast tests; together they have every kind of text and both kinds of rewards."""
 
@@ -93,7 +98,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     pyarrow.parquet.write_table(table, root / "gsm8k.parquet")
     (root / "prompts.csv").write_text("prompt\n" + "".join(f"{chat[0]['content']}=\n" for chat in chats))
-    (root / "reward_func.py").write_text("def reward_func(prompt, response):\n    return float(len(response) % 2)\n")
+    (root / "reward_func.py").write_text(REWARD_FUNC)
     (root / "template.json").write_text(
         json.dumps({"chat_template": tokenizer.chat_template, "stop_ids": [0], "end_of_assistant": "<eos>"})
     )
