@@ -27,6 +27,7 @@ from hybrid_rl.engines.restarts import RestartableEngine
 from hybrid_rl.engines.start import start_engine
 from hybrid_rl.engines.tenants import EngineTenant, Tenants
 from hybrid_rl.errors import close_each
+from hybrid_rl.first_lines import first_lines
 from hybrid_rl.frozen_models import build_reference, build_reward_sources
 from hybrid_rl.memory.device import grow_segments
 from hybrid_rl.memory.enforcement import Enforcement
@@ -40,6 +41,9 @@ from hybrid_rl.models.packed import PackedModel
 from hybrid_rl.monitoring.preemption import Preemption
 from hybrid_rl.monitoring.recorder import Recorder, environment
 from hybrid_rl.monitoring.start import Start
+from hybrid_rl.monitoring.throughput import Throughput
+from hybrid_rl.planning.flops import Flops
+from hybrid_rl.planning.startup import peak_flops
 from hybrid_rl.planning.workload import forward_tokens
 from hybrid_rl.preflight import Prepared, prepare_run, run_site
 from hybrid_rl.rewards import RunningNormalizer
@@ -99,7 +103,7 @@ def build_in(
     opened.append(lambda: recorder.close(sys.exception()))
     recorder.start()
     start.record_in(recorder.timeline)
-    for line in prepared.data.lines:
+    for line in (*first_lines(prepared, world), *prepared.data.lines):
         recorder.say(line)
     memory = MemoryManager(
         plan.residency,
@@ -125,6 +129,12 @@ def build_in(
         resume_from=resume_from,
         aliases_weights=prepared.aliases_weights,
         start=start,
+        throughput=Throughput(world, peak_flops=peak_flops(config, world.device)),
+        flops=Flops(
+            shapes=prepared.shapes,
+            has_adapters=bool(config.models.lora.rank),
+            shares_prompts=config.rollout.prefix_caching,
+        ),
     )
     run = build_models(setup, steps_done=state["step"])
     if resume_from:
@@ -163,6 +173,8 @@ class Setup:
     aliases_weights: bool
     """Whether the rollout engine's parameters are views of the trainer's."""
     start: Start
+    throughput: Throughput
+    flops: Flops
 
     @functools.cached_property
     def sequence_parallel(self) -> World | None:
@@ -189,8 +201,14 @@ def build_models(setup: Setup, *, steps_done: int) -> Run:
     critic = build_critic(setup)
     is_varlen = all(engine.module.uses_varlen for engine in (actor, critic) if engine)
     num_bytes = sum(engine.checkpoint_bytes for engine in (actor, critic) if engine)
-    export_bytes = sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in actor.named_shapes())
-    saver = make_saver(config, setup.world, num_bytes, export_bytes=export_bytes, steps_done=steps_done)
+    saver = make_saver(
+        config,
+        setup.world,
+        num_bytes,
+        actor_bytes=weight_bytes(actor),
+        critic_bytes=weight_bytes(critic) if critic else 0,
+        steps_done=steps_done,
+    )
     return Run(
         config=config,
         folder=setup.folder,
@@ -210,11 +228,18 @@ def build_models(setup: Setup, *, steps_done: int) -> Run:
         ema=ema,
         ptx=build_ptx(setup),
         weight_sync=weight_sync,
+        throughput=setup.throughput,
+        flops=setup.flops,
         saver=saver,
         preemption=make_preemption(setup, saver),
         phase_log=open_phase_log(config, setup.world, steps_done, run_id=setup.folder.run_id),
         steps_done=steps_done,
     )
+
+
+def weight_bytes(engine: TrainEngine) -> int:
+    """Return the size of a model's weights in bytes."""
+    return sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in engine.named_shapes())
 
 
 def make_preemption(setup: Setup, saver: Saver) -> Preemption:

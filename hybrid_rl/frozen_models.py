@@ -73,6 +73,7 @@ class RewardModelScorer:
         self._ranks = setup.sequence_parallel
         limit = make_limits(config, forward_tokens(config.update, is_varlen=self._model.uses_varlen), rank=rank).forward
         self._packing = Packing(limit=limit, world=setup.data_parallel, do_others_wait=self._ranks is not None)
+        self._throughput, self._flops = setup.throughput, setup.flops
         self._tokenizer, self._actor_tokenizer = setup.data.reward_tokenizer, setup.data.tokenizer
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Tensor:
@@ -82,4 +83,9 @@ class RewardModelScorer:
         return apply_together(self._ranks, rollouts, self._score, Rollout)
 
     def _score(self, rollouts: Sequence[Rollout]) -> Tensor:
-        return sequence_values(self._model, make_train_batch(rollouts), self._packing)
+        batch, copies = make_train_batch(rollouts), self._ranks.size if self._ranks else 1
+        with self._throughput.work("score") as work:
+            scores = sequence_values(self._model, batch, self._packing)
+            lengths = batch.sequence_lengths
+            work.add(sum(lengths), self._flops.forward("reward", lengths, len(batch)), copies=copies)
+        return scores

@@ -22,6 +22,8 @@ from hybrid_rl.memory.micro_batches import TokenLimits
 from hybrid_rl.memory.phases import MemoryManager
 from hybrid_rl.monitoring.preemption import Preemption
 from hybrid_rl.monitoring.recorder import Recorder
+from hybrid_rl.monitoring.throughput import Throughput
+from hybrid_rl.planning.flops import Flops
 from hybrid_rl.rewards import RunningNormalizer
 from hybrid_rl.rewards.scoring import RewardSources
 from hybrid_rl.steps.ema import EmaWeights, MovingReference
@@ -103,6 +105,8 @@ class Run:
     ema: EmaWeights | None
     ptx: PtxLoss | None
     weight_sync: WeightSync
+    throughput: Throughput
+    flops: Flops
     saver: Saver
     phase_log: PhaseLog | None
     preemption: Preemption

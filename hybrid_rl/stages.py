@@ -9,13 +9,13 @@ from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 import torch
 
 from hybrid_rl.batch import Prompt, Rollout, TrainBatch, make_train_batch
-from hybrid_rl.checkpoints import export as exporting
 from hybrid_rl.checkpoints.random_state import unchanged_generators
 from hybrid_rl.checkpoints.saver import CheckpointPart
 from hybrid_rl.engines import FirstWait
 from hybrid_rl.engines.restarts import RestartableEngine
 from hybrid_rl.errors import EngineLostError, PreemptedError
 from hybrid_rl.models.loading import choose_dtype
+from hybrid_rl.monitoring.throughput import Work
 from hybrid_rl.rewards import scoring
 from hybrid_rl.rewards.scoring import Scored
 from hybrid_rl.run import Metrics, Run
@@ -95,10 +95,21 @@ def generate(run: Run, step: int, prompts: Sequence[Prompt]) -> tuple[list[Rollo
     """Return sampled responses to the prompts, and the greedy response to each where the estimator compares with it."""
     config, data = run.config, run.data
     arguments, stop_token_ids = (prompts, run.engine, data.tokenizer, config.rollout), data.stop_token_ids
-    sampled = rollout.collect_rollouts(*arguments, stop_token_ids=stop_token_ids, run_seed=config.run.seed, step=step)
-    if not config.needs_greedy:
-        return sampled, []
-    return sampled, rollout.generate_greedy(*arguments, stop_token_ids=stop_token_ids)
+    with run.throughput.work("rollout") as work:
+        sampled = rollout.collect_rollouts(
+            *arguments, stop_token_ids=stop_token_ids, run_seed=config.run.seed, step=step
+        )
+        greedy = rollout.generate_greedy(*arguments, stop_token_ids=stop_token_ids) if config.needs_greedy else []
+        responses = [*sampled, *greedy]
+        work.add(sum(r.num_sampled for r in responses), generation_flops(run, responses))
+    return sampled, greedy
+
+
+def generation_flops(run: Run, responses: Sequence[Rollout]) -> float | None:
+    """Return the operations of generating responses; None if they are not known."""
+    prompts = {r.prompt.prompt_id: len(r.prompt.token_ids) for r in responses}
+    sequences = [(r.prompt.prompt_id, len(r.prompt.token_ids) + len(r.response_ids), r.num_sampled) for r in responses]
+    return run.flops.generation(prompts, sequences)
 
 
 def evaluate(run: Run, step: int, *, is_final: bool = False) -> Metrics:
@@ -146,6 +157,17 @@ def is_target_reached(run: Run, evaluation: Metrics) -> bool:
 # SCORE
 
 
+def count(run: Run, work: Work, batch: TrainBatch, model: str, flops: Callable[..., float | None]) -> None:
+    """Add the work of a model on a batch, which all ranks of a model-parallel group hold.
+
+    Args:
+        model: name of its shape.
+        flops: run.flops.forward or run.flops.update.
+    """
+    lengths, copies = batch.sequence_lengths, run.world.size // run.data_parallel.size
+    work.add(sum(lengths), flops(model, lengths, int(batch.response_mask.sum())), copies=copies)
+
+
 @logged("scores", Scored)
 def score_responses(run: Run, step: int, rollouts: Sequence[Rollout], greedy: Sequence[Rollout]) -> Scored:
     """Return the responses with their scores; the greedy responses' scores become their prompts' baselines."""
@@ -156,21 +178,6 @@ def score_responses(run: Run, step: int, rollouts: Sequence[Rollout], greedy: Se
     with scoring.fail_together(run.world):
         scores = scoring.score_responses(greedy, run.sources, run.config.reward).scores.tolist()
     return replace(scored, baselines={r.prompt.prompt_id: s for r, s in zip(greedy, scores, strict=True)})
-
-
-def keep_best(run: Run, evaluation: Metrics, *, steps_done: int) -> None:
-    """Export the actor if the evaluation of its weights is the best so far."""
-    if evaluation and run.config.checkpoint.keep_best:
-        folder, accuracy = run.config.run_dir / "best", evaluation["accuracy"]
-        exporting.export_best(
-            folder,
-            run.actor,
-            run.data.tokenizer,
-            run.world,
-            accuracy=accuracy,
-            step=steps_done,
-            run_id=run.folder.run_id,
-        )
 
 
 def update_reference(run: Run, *, steps_done: int) -> None:
@@ -209,12 +216,16 @@ def compute_logprobs(run: Run, batch: TrainBatch, rollouts: Sequence[Rollout]) -
     config, pack, temperature = run.config, packing(run), run.config.rollout.temperature
     is_given = config.update.old_logprobs == "rollout"
     probe = make_train_batch(rollouts[:NUM_PROBED]) if is_given else batch
-    old_logprobs = logprobs.token_logprobs(run.actor.forward, probe, pack, temperature=temperature)
+    with run.throughput.work("score") as work:
+        old_logprobs = logprobs.token_logprobs(run.actor.forward, probe, pack, temperature=temperature)
+        count(run, work, probe, "actor", run.flops.forward)
     probe = probe.with_fields(old_logprobs=old_logprobs)
     gap = logprobs.check_logprob_gap(probe, limit=max_logprob_gap(run), world=run.data_parallel)
     batch = batch.with_fields(old_logprobs=batch.rollout_logprobs if is_given else old_logprobs)
     if run.reference:
-        ref_logprobs = logprobs.token_logprobs(run.reference, batch, pack, temperature=temperature)
+        with run.throughput.work("score") as work:
+            ref_logprobs = logprobs.token_logprobs(run.reference, batch, pack, temperature=temperature)
+            count(run, work, batch, "reference", run.flops.forward)
         batch = batch.with_fields(ref_logprobs=ref_logprobs)
     return batch, {"rollout/logprob_gap": gap}
 
@@ -232,9 +243,12 @@ def compute_advantages(run: Run, batch: TrainBatch) -> tuple[TrainBatch, Metrics
     """
     config, critic, bootstrap_values = run.config, run.critic, None
     if critic:
-        batch = batch.with_fields(values=logprobs.token_values(critic.forward, batch, packing(run)))
-        if config.advantage.bootstrap_truncated:
-            bootstrap_values = logprobs.sequence_values(critic.forward, batch, packing(run))
+        with run.throughput.work("score") as work:
+            batch = batch.with_fields(values=logprobs.token_values(critic.forward, batch, packing(run)))
+            count(run, work, batch, "critic", run.flops.forward)
+            if config.advantage.bootstrap_truncated:
+                bootstrap_values = logprobs.sequence_values(critic.forward, batch, packing(run))
+                count(run, work, batch, "critic", run.flops.forward)
     kl_coef = run.kl.coef
     batch, sums = advantages.add_advantages(
         batch, config.advantage, run.data_parallel, kl_coef=kl_coef, bootstrap_values=bootstrap_values
@@ -255,15 +269,18 @@ def update_critic(run: Run, step: int, batch: TrainBatch) -> Metrics:
     if run.critic is None:
         return {}
     config = run.config
-    metrics = updates.update_critic(
-        run.critic,
-        batch,
-        config.update,
-        run.data_parallel,
-        seed=config.run.seed + step,
-        max_response_tokens=config.rollout.max_response_tokens,
-        limit=run.limits.critic,
-    )
+    with run.throughput.work("update_critic") as work:
+        metrics = updates.update_critic(
+            run.critic,
+            batch,
+            config.update,
+            run.data_parallel,
+            seed=config.run.seed + step,
+            max_response_tokens=config.rollout.max_response_tokens,
+            limit=run.limits.critic,
+        )
+        for _ in range(config.update.num_epochs):
+            count(run, work, batch, "critic", run.flops.update)
     if is_save_due(run, step):
         take_snapshot(run, "critic", run.critic)
     return {f"critic/{name}": value for name, value in metrics.items()}
@@ -282,25 +299,28 @@ def train_actor(run: Run, step: int, batch: TrainBatch) -> Metrics:
     config, advantage, kl = run.config, run.config.advantage, None
     if run.reference and advantage.kl_in == "loss":
         kl = updates.KlInLoss(coef=run.kl.coef, estimator=advantage.kl_estimator, is_unbiased=advantage.kl_unbiased)
-    metrics = updates.update_actor(
-        run.actor,
-        batch,
-        config.update,
-        run.data_parallel,
-        seed=config.run.seed + step,
-        temperature=config.rollout.temperature,
-        max_response_tokens=config.rollout.max_response_tokens,
-        limit=run.limits.actor,
-        kl=kl,
-        ptx=run.ptx.next_batch if run.ptx else None,
-        ptx_coef=config.ptx.coef if run.ptx else 0.0,
-    )
+    with run.throughput.work("update_actor") as work:
+        metrics = updates.update_actor(
+            run.actor,
+            batch,
+            config.update,
+            run.data_parallel,
+            seed=config.run.seed + step,
+            temperature=config.rollout.temperature,
+            max_response_tokens=config.rollout.max_response_tokens,
+            limit=run.limits.actor,
+            kl=kl,
+            ptx=run.ptx.next_batch if run.ptx else None,
+            ptx_coef=config.ptx.coef if run.ptx else 0.0,
+        )
+        for _ in range(config.update.num_epochs):
+            count(run, work, batch, "actor", run.flops.update)
     if run.ema:
         run.ema.update()
     return {f"actor/{name}": value for name, value in metrics.items()}
 
 
-# Checkpoints and export
+# Checkpoints
 
 
 def is_save_due(run: Run, step: int) -> bool:
@@ -360,15 +380,3 @@ def end_preempted(run: Run) -> NoReturn:
     step = run.saver.last_step
     kept = f"the checkpoint of step {step} is complete" if step else "no step is finished"
     raise PreemptedError(f"preempted by SIGTERM: {kept}, and the same command continues the run")
-
-
-def export(run: Run) -> None:
-    """Write the actor as a Hugging Face folder; its EMA and its adapter get a folder each, if the run has them."""
-    if not run.config.checkpoint.export:
-        return
-    folder, tokenizer = run.config.run_dir, run.data.tokenizer
-    exporting.export(folder / "export", run.actor, tokenizer, run.world)
-    if run.ema:
-        exporting.export_weights(folder / "export_ema", run.actor, run.ema.weights(), tokenizer, run.world)
-    if run.config.models.lora.rank:
-        exporting.export_adapter(folder / "export_adapter", run.actor, run.world)

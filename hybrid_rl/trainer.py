@@ -8,6 +8,14 @@ from hybrid_rl.batch import Prompt, Rollout
 from hybrid_rl.build import build
 from hybrid_rl.config import Config
 from hybrid_rl.errors import EngineLostError
+from hybrid_rl.exports import (
+    export_actor,
+    export_actor_of,
+    export_critic,
+    export_critic_of,
+    has_final_critic,
+    keep_best,
+)
 from hybrid_rl.memory.residency import ROLLOUT, SCORE, SYNC, UPDATE_ACTOR, UPDATE_CRITIC, Phase
 from hybrid_rl.monitoring.start import Start
 from hybrid_rl.rewards.filtering import DynamicFilter
@@ -18,12 +26,10 @@ from hybrid_rl.stages import (
     compute_logprobs,
     end_preempted,
     evaluate,
-    export,
     finish_saving,
     generate,
     is_target_reached,
     is_unsaved,
-    keep_best,
     make_batch,
     restart_engine,
     restart_metrics,
@@ -86,9 +92,12 @@ def train_step(run: Run, step: int) -> bool:
         batch, sums, kl = compute_advantages(run, batch)
     with phase(run, UPDATE_CRITIC, step):
         critic = update_critic(run, step, batch)
+        export_critic_of(run, step)
     with phase(run, UPDATE_ACTOR, step):
         actor = update_actor(run, step, batch)
+        export_actor_of(run, step)
     state = logprob_gap | kl | synced.metrics() | restart_metrics(run) | run.memory.device_memory.metrics()
+    state |= run.throughput.metrics()
     metrics = evaluation | filtering | critic | actor | state
     sums, counts, details = scored.sums | sums, scored.counts, scored.details
     run.recorder.step(step, scored.rollouts, batch, sums, metrics, counts=counts, details=details)
@@ -132,7 +141,10 @@ def finish(run: Run, last_step: int) -> Metrics:
     run.recorder.summary(evaluations.first, evaluations.last)
     with phase(run, SYNC, last_step + 1):  # in ROLLOUT the actor's weights need not be on the GPU
         keep_best(run, evaluations.last, steps_done=last_step)
-        export(run)
+        export_actor(run)
+    if has_final_critic(run):
+        with phase(run, UPDATE_CRITIC, last_step + 1):
+            export_critic(run)
     return evaluations.last
 
 

@@ -23,7 +23,7 @@ from colocated_run import (
     write_csv,
 )
 
-MEASURED = ("time/", "memory/", "tokens_per_s")
+MEASURED = ("time/", "memory/", "tokens_per_s", "mfu/")
 """Prefixes of metrics that are measurements of the machine."""
 
 

@@ -21,7 +21,7 @@ from hybrid_rl.config_data import paths_in
 from hybrid_rl.distributed import World, show_work
 from hybrid_rl.errors import close_each
 from hybrid_rl.monitoring.activity import Activity
-from hybrid_rl.monitoring.events import Histogram
+from hybrid_rl.monitoring.histograms import Histogram, flatten, make_histogram
 from hybrid_rl.monitoring.metrics import MetricsWriter, delete_rollouts, write_rollouts
 from hybrid_rl.monitoring.progress import Progress
 from hybrid_rl.monitoring.status import Status, rank_name
@@ -166,7 +166,8 @@ class Recorder:
         row |= {"tokens_per_s": total / seconds, "time/step": seconds}
         row |= {f"time/{name}": value for name, value in self.timeline.take_seconds().items()}
         self._write_rollouts(step, rollouts, batch, details or [{}] * len(rollouts))
-        histograms: dict[str, Histogram] = {}
+        histograms = self._histograms(batch)
+        row |= flatten(histograms)
         if self._writer and self._trackers and self._progress:
             self._trackers.write_histograms(step, histograms)
             self._writer.write(step, row)
@@ -178,6 +179,18 @@ class Recorder:
             self._write_timeline()
         self._started = time.monotonic()
         return row
+
+    def _histograms(self, batch: TrainBatch) -> dict[str, Histogram]:
+        """Return the histograms of the responses of all ranks; a collective."""
+        assert batch.rewards is not None
+        own = {
+            "response_length": batch.response_lengths.tolist(),
+            "prompt_length": batch.prompt_lengths.tolist(),
+            "reward": batch.rewards.tolist(),
+        }
+        everyone = self._data_parallel.all_gather(own)
+        found = {name: make_histogram([value for part in everyone for value in part[name]]) for name in own}
+        return {f"histogram/{name}": each for name, each in found.items() if each}
 
     def _write_rollouts(
         self, step: int, rollouts: Sequence[Rollout], batch: TrainBatch, details: Sequence[Mapping[str, Any]]

@@ -8,6 +8,7 @@ every expert counts as active, which is an overestimate.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,6 +46,15 @@ class ModelShape:
     """Whether the feed-forward multiplies two projections."""
     sharded: frozenset[str] = frozenset()
     """Names of the parameters that tensor parallelism shards."""
+    is_dense: bool = True
+    """Whether every layer has softmax attention and a feed-forward whose weights all tokens use, so that forward_flops
+    is exact; a mixture of experts and linear attention are not."""
+    window: int | None = None
+    """Tokens to which some layers' attention is limited; None if it is not."""
+
+    def counts_flops(self, lengths: Sequence[int]) -> bool:
+        """Return whether forward_flops is exact for sequences of these lengths."""
+        return self.is_dense and (self.window is None or max(lengths, default=0) <= self.window)
 
     @property
     def num_params(self) -> int:
@@ -235,7 +245,16 @@ def read_shape(path: str, *, field: str, is_policy: bool, trust_remote_code: boo
         vocab_size=head.out_features,
         is_gated=any("gate" in name for name, _, _ in linears),
         sharded=frozenset(name for name, _ in model.named_parameters() if shards.dimension(name) is not None),
+        is_dense=_is_dense(config),
+        window=getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None,
     )
+
+
+def _is_dense(config: Any) -> bool:
+    """Return whether a configuration has one feed-forward for all tokens and softmax attention in every layer."""
+    experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    return kinds <= {"full_attention", "sliding_attention"} and not any(getattr(config, n, None) for n in experts)
 
 
 def _linears(model: nn.Module, head: nn.Module) -> tuple[tuple[str, int, int], ...]:

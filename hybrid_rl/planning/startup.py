@@ -2,10 +2,14 @@
 
 from dataclasses import replace
 
+import torch
+
 from hybrid_rl.config import Config, check
 from hybrid_rl.distributed import World
 from hybrid_rl.memory.device import available_bytes
+from hybrid_rl.models.loading import choose_dtype
 from hybrid_rl.planning.advice import describe_alternative, find_fitting_alternative
+from hybrid_rl.planning.cards import find_card
 from hybrid_rl.planning.plan import GIB, Machine, Plan
 from hybrid_rl.planning.planner import make_plan
 from hybrid_rl.planning.shapes import Shapes
@@ -27,6 +31,17 @@ def machine_of(ranks_on_nodes: list[int], memory_bytes: int) -> Machine:
     size = len(ranks_on_nodes)
     num_gpus = ranks_on_nodes[0] if len(set(ranks_on_nodes)) == 1 and size % ranks_on_nodes[0] == 0 else size
     return Machine(gpu_memory_bytes=memory_bytes, num_gpus=num_gpus, num_nodes=size // num_gpus)
+
+
+def peak_flops(config: Config, device: torch.device) -> float | None:
+    """Return the operations per second that the maker of this rank's card states for the dtype of the models.
+
+    None on a CPU, in float32, and for a card that is not known.
+    """
+    if device.type == "cpu" or choose_dtype(config.models.dtype, device) == torch.float32:
+        return None
+    card = find_card(torch.cuda.get_device_name(device))
+    return card.bf16_flops if card else None
 
 
 def settings_on_cpu(config: Config) -> Config:

@@ -128,7 +128,7 @@ def read_run() -> Callable[[Config], RunResult]:
     def read(config: Config) -> RunResult:
         folder = config.run_dir
         metrics = [
-            {k: v for k, v in row.items() if not k.startswith(("time/", "sync/")) and k != "tokens_per_s"}
+            {k: v for k, v in row.items() if not k.startswith(("time/", "sync/", "tokens_per_s"))}
             for row in _rows(folder / "metrics.jsonl")
         ]
         rollouts = [

@@ -31,3 +31,6 @@ def test_every_logged_name_is_explained(make_config, train_here, tmp_path):
     patterns = explained(PAGE.read_text())
     assert [name for name in sorted(logged) if not any(pattern.fullmatch(name) for pattern in patterns)] == []
     assert {"accuracy", "filter/groups", "correction/out", "actor/kl_loss", "critic/value"} <= logged
+    phases = ("rollout", "score", "update_critic", "update_actor")
+    assert {f"tokens_per_s/{phase}" for phase in phases} <= logged and not any(name[:4] == "mfu/" for name in logged)
+    assert all(rows[0][f"tokens_per_s/{phase}"] > 0 for phase in phases)

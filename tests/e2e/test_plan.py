@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from hybrid_rl.config import ConfigError
-from launch.plan import parse_bytes
+from launch.machine_options import parse_bytes
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,18 @@ def settings(tmp_path_factory, qwen_7b):
 
 
 def test_the_suggestion_of_a_plan_that_does_not_fit_does_fit(run_forked, settings):
-    command = ["launch/colocated.py", "plan", "--config", settings, "--gpus", "8", "--gpu-memory", "80GB"]
+    command = [
+        "launch/colocated.py",
+        "plan",
+        "--config",
+        settings,
+        "--gpu",
+        "h100",
+        "--gpus",
+        "8",
+        "--gpu-memory",
+        "80GB",
+    ]
     ended = run_forked(*command)
     assert ended.code == 1, ended.output
     assert re.search(r"does not fit: phase update_actor needs [\d,]+ bytes .* [\d,]+ bytes missing", ended.output)
@@ -41,7 +52,18 @@ def test_the_suggestion_of_a_plan_that_does_not_fit_does_fit(run_forked, setting
 
 
 def test_a_plan_with_room_names_larger_micro_batches_that_are_faster(run_forked, settings):
-    command = ["launch/colocated.py", "plan", "--config", settings, "--gpus", "8", "--gpu-memory", "80GB"]
+    command = [
+        "launch/colocated.py",
+        "plan",
+        "--config",
+        settings,
+        "--gpu",
+        "h100",
+        "--gpus",
+        "8",
+        "--gpu-memory",
+        "80GB",
+    ]
     command += ["--models.gradient_checkpointing", "true", "--update.micro_batch_tokens"]
     found = re.compile(r"fit too, and take ([\d.]+) s a step instead of ([\d.]+): --update.micro_batch_tokens (\d+)")
     first = run_forked(*command, "2048")
@@ -61,6 +83,7 @@ def test_a_plan_with_room_names_larger_micro_batches_that_are_faster(run_forked,
         (["--rollout.tensor_parallel_size", "2"], "error: rollout.tensor_parallel_size = 2: must divide --gpus 1"),
         (["--update.sequence_parallel_size", "2"], "error: update.sequence_parallel_size = 2: must divide --gpus 1"),
         (["--gpus", "0"], "error: --gpus"),
+        (["--gpu", "rtx3090"], "error: --gpu rtx3090: must be one of rtx4090, a10, l40s, a100-40, a100-80, h100"),
         (["--models.actor", "/nowhere"], "error: models.actor = /nowhere: no Hugging Face model there"),
     ],
 )
@@ -68,6 +91,23 @@ def test_arguments_that_cannot_be_planned_are_reported_in_one_sentence(run_forke
     ended = run_forked("launch/colocated.py", "plan", "--config", settings, *arguments)
     assert ended.code == 2, ended.output
     assert message in ended.output and "Traceback" not in ended.output
+
+
+def test_memory_alone_is_an_unknown_card_without_seconds(run_forked, settings):
+    ended = run_forked("launch/colocated.py", "plan", "--config", settings, "--gpus", "8", "--gpu-memory", "200GiB")
+    assert ended.code == 0, ended.output
+    assert "seconds are not predicted: the card is unknown; name it with --gpu (rtx4090, a10," in ended.output
+    assert re.search(r"bus per step by memory.swap, all tenants moving: vmm [\d.]+ GiB", ended.output)
+    assert "rollout: decode" not in ended.output and "tokens per second" not in ended.output
+
+
+def test_a_start_that_needs_more_host_memory_than_a_node_has_does_not_fit(run_forked, settings):
+    command = ["launch/colocated.py", "plan", "--config", settings, "--gpus", "8", "--gpu-memory", "200GiB"]
+    needed = 8 * 2 * 7_615_616_512  # each rank loads the model in host memory, and nothing is pinned
+    ended = run_forked(*command, "--host-memory", str(needed - 1))
+    assert ended.code == 1, ended.output
+    assert f"does not fit: the start needs {needed:,} bytes (113.5 GiB) of host memory per node" in ended.output
+    assert run_forked(*command, "--host-memory", str(needed)).code == 0
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-OF_THIS_RUN = ("time/", "sync/", "tokens_per_s", "memory/", "rollout/restarts")
+OF_THIS_RUN = ("time/", "sync/", "tokens_per_s", "mfu/", "memory/", "rollout/restarts")
 """Beginnings of the names of metrics that differ between two equal runs."""
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hybrid_rl.batch import Turn, make_train_batch
 from hybrid_rl.config import Config, ConfigError, ModelsConfig, PromptsConfig, RewardConfig, RunConfig, as_dict
@@ -66,6 +67,20 @@ def test_files_of_a_run(config: Config) -> None:
     events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
     assert "rollout" in {event["name"] for event in events}
     assert list((folder / "tensorboard").iterdir())
+
+
+def test_lengths_and_rewards_have_quantiles_in_the_row_and_histograms_in_tensorboard(config: Config) -> None:
+    """Responses of 1 and 3 tokens to prompts of 1 token, with rewards 1 and 0."""
+    row = write_steps(config, 1, 1)[0]
+    expected = {"response_length": (1.0, 1.0, 3.0), "prompt_length": (1.0, 1.0, 1.0), "reward": (0.0, 0.0, 1.0)}
+    for name, quantiles in expected.items():
+        assert tuple(row[f"histogram/{name}/{part}"] for part in ("min", "p50", "max")) == quantiles
+    events = EventAccumulator(str(config.run_dir / "tensorboard")).Reload()
+    (event,) = events.Histograms("histogram/response_length")
+    found = event.histogram_value
+    assert (event.step, found.num, found.sum, found.sum_squares) == (1, 2, 4.0, 10.0)
+    counted = dict(zip(found.bucket_limit, found.bucket, strict=True))
+    assert (counted[1.5], counted[2.5], counted[3.5]) == (1, 0, 1)
 
 
 @pytest.mark.parametrize("columns", ["20", "200"])

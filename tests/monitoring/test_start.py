@@ -44,14 +44,13 @@ def test_without_a_terminal_a_stage_is_one_line_when_it_has_ended(screen, clock)
 
 
 def test_a_terminal_shows_the_stage_that_goes_on_with_its_seconds(screen, clock):
-    with Start(Console(file=screen, force_terminal=True, width=100)) as start:
-        with start.stage("models.actor"):
-            clock[0] += 7
-            start._bar.refresh()
-            assert "start: models.actor 7.0 s" in screen.getvalue()
-            start.report("models.actor", "weights", 101 * 10**9, None)
-            start._bar.refresh()
-            assert "start: models.actor: weights 6.0 s" in screen.getvalue()
+    with Start(Console(file=screen, force_terminal=True, width=100)) as start, start.stage("models.actor"):
+        clock[0] += 7
+        start._bar.refresh()
+        assert "start: models.actor 7.0 s" in screen.getvalue()
+        start.report("models.actor", "weights", 101 * 10**9, None)
+        start._bar.refresh()
+        assert "start: models.actor: weights 6.0 s" in screen.getvalue()
 
 
 def test_other_ranks_keep_their_stages_and_show_none(screen, clock, monkeypatch):
