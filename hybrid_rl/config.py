@@ -266,6 +266,15 @@ class Config:
         return self.prompts.max_prompt_tokens + longest
 
     @property
+    def num_exports(self) -> tuple[int, int]:
+        """Numbers of whole actors and of critics that exports hold at once, while one is written and none deleted."""
+        checkpoint = self.checkpoint
+        steps = checkpoint.export_keep_last + 1 if checkpoint.export_every_steps else 0
+        times = steps + checkpoint.export
+        num_critics = times * (checkpoint.export_critic and self.has_critic)
+        return times * (1 + (self.models.ema_decay is not None)) + checkpoint.keep_best, num_critics
+
+    @property
     def needs_greedy(self) -> bool:
         """Whether the advantage estimator compares responses with the greedy response to their prompt."""
         return ESTIMATORS[self.advantage.estimator].needs_greedy

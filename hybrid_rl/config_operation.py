@@ -119,4 +119,11 @@ class CheckpointConfig:
     keep_best: bool = False
     """Export the actor to `best/` after every evaluation whose accuracy exceeds all earlier ones."""
     export: bool = True
-    """Write the final actor and its tokenizer as a Hugging Face folder."""
+    """Write the final actor and its tokenizer as a Hugging Face folder, `export/`; its EMA and its adapter get a folder
+    each."""
+    export_every_steps: int = 0
+    """Steps between such exports in `exports/step_<number>`, besides the final one; 0 writes none."""
+    export_keep_last: int = 2
+    """Number of steps whose exports stay in `exports/`; older ones are deleted when a newer one is complete."""
+    export_critic: bool = False
+    """Write the critic wherever the actor is exported, to `export_critic/` and `exports/step_<number>_critic`."""

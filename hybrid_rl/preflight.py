@@ -15,7 +15,7 @@ import torch
 from hybrid_rl.checkpoints.find import read_state
 from hybrid_rl.checkpoints.lock import check_unlocked
 from hybrid_rl.checkpoints.run_folder import RunFolder, decide_together
-from hybrid_rl.checkpoints.start import Start
+from hybrid_rl.checkpoints.start import EXPORTED, Start
 from hybrid_rl.config import Config, ConfigError, Findings, check
 from hybrid_rl.data.loading import Data, load_data
 from hybrid_rl.distributed import World
@@ -228,7 +228,7 @@ def _check_memory(checks: Checks, config: Config, shapes: Shapes, plan: Plan, si
 def _check_disk(config: Config, shapes: Shapes, site: Site, start: Start | None) -> None:
     """Check that the disk of the run's folder has room; files that the run replaces are given back."""
     dtype = choose_dtype(config.models.dtype, site.world.device)
-    replaced = [] if start is None or start.is_moved_aside else ["checkpoints", "export"]
+    replaced = [] if start is None or start.is_moved_aside else ["checkpoints", *EXPORTED]
     check_space(
         config.run_dir,
         disk_uses(config, shapes, dtype_bytes=dtype.itemsize),

@@ -199,6 +199,11 @@ def _check_training_state(config: Config) -> None:
         config.checkpoint.every_steps > 0 or not config.checkpoint.phase_log,
         "checkpoint.phase_log = true: needs checkpoint.every_steps > 0, or the log would grow without end",
     )
+    with_critic = " or ".join(name for name, spec in ESTIMATORS.items() if spec.needs_critic)
+    check(
+        config.has_critic or not config.checkpoint.export_critic,
+        f"checkpoint.export_critic = true: needs advantage.estimator = {with_critic}, which trains a critic",
+    )
 
 
 def _check_passed_on(config: Config) -> None:

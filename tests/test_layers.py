@@ -11,8 +11,9 @@ MODULES = sorted(
     p.relative_to(ROOT) for folder in ("hybrid_rl", "kernels", "launch") for p in (ROOT / folder).rglob("*.py")
 )
 
-SPINE = {"run", "preflight", "build", "frozen_models", "stages", "trainer"}  # compose the rooms, so they may import every one
-BASE = {"config", "errors", "batch", "distributed", "atomic", "serialization", "exchange", "printable"}
+SPINE = {"run", "preflight", "first_lines", "build", "frozen_models", "stages", "exports", "trainer"}
+"""The modules that compose the rooms, so they may import every one."""
+BASE = {"config", "errors", "batch", "distributed", "atomic", "serialization", "exchange", "printable", "processes"}
 ROOMS: dict[str, set[str]] = {
     **{name: set() for name in BASE},
     "atomic": {"errors"},

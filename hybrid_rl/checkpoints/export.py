@@ -1,7 +1,8 @@
-"""Export of the actor, its EMA and its adapter as Hugging Face folders."""
+"""Export of actor, critic, EMA and adapter as Hugging Face folders."""
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,15 +12,21 @@ from typing import Any, Protocol
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rl.atomic import flush_folder, flush_tree, writing
+from hybrid_rl.atomic import flush_folder, flush_tree, make_folder, writing
+from hybrid_rl.checkpoints.start import EXPORTS
 from hybrid_rl.distributed import World
 from hybrid_rl.models.exporting import save_model
 from hybrid_rl.models.lora import save_adapter
+from hybrid_rl.weights.bucket import plan_buckets
 from hybrid_rl.weights.protocols import WeightSource
+
+GATHERED_BYTES = 1 << 30
+"""Bytes of weights that are gathered at a time where ZeRO-3 shards them."""
+_STEP = re.compile(r"step_(\d{6,})(?:_ema|_adapter|_critic)?")
 
 
 class ExportedEngine(WeightSource, Protocol):
-    """The training engine of the actor, as far as an export reads it."""
+    """The training engine of actor or critic, as far as an export reads it."""
 
     @property
     def model(self) -> Any:
@@ -36,13 +43,52 @@ class ExportedEngine(WeightSource, Protocol):
         ...
 
 
-def export(folder: Path, actor: ExportedEngine, tokenizer: PreTrainedTokenizerBase, world: World) -> None:
-    """Write actor and tokenizer as a Hugging Face folder that transformers and vLLM load; a collective.
+def step_folder(run_dir: Path, step: int) -> Path:
+    """Return the folder of the actor that is exported after a step."""
+    return run_dir / EXPORTS / f"step_{step:06d}"
 
-    Adapters are merged into the weights.
+
+def beside(folder: Path, part: str) -> Path:
+    """Return the folder of another part of the same export, such as `export_ema` beside `export`."""
+    return folder.with_name(f"{folder.name}_{part}")
+
+
+def delete_old(run_dir: Path, step: int, *, keep_last: int) -> None:
+    """Delete all parts of the exports before a step, except for the last ones.
+
+    Args:
+        step: step of the newest export, which counts as one of keep_last.
+        keep_last: number of steps whose exports stay.
     """
-    with actor.gathered([name for name, _, _ in actor.named_shapes()]) as tensors:
-        export_weights(folder, actor, tensors, tokenizer, world)
+    found: dict[int, list[Path]] = {}
+    for folder in (run_dir / EXPORTS).iterdir():
+        matched = _STEP.fullmatch(folder.name)
+        if matched and int(matched[1]) < step:
+            found.setdefault(int(matched[1]), []).append(folder)
+    for older in sorted(found)[: max(0, len(found) - keep_last + 1)]:
+        for folder in found[older]:
+            shutil.rmtree(folder)
+
+
+def export(folder: Path, engine: ExportedEngine, tokenizer: PreTrainedTokenizerBase, world: World) -> None:
+    """Write actor or critic, with the tokenizer, as a Hugging Face folder that transformers loads; a collective.
+
+    vLLM loads the actor. Adapters are merged into the weights.
+    """
+    export_weights(folder, engine, host_weights(engine, world), tokenizer, world)
+
+
+def host_weights(engine: ExportedEngine, world: World) -> dict[str, Tensor]:
+    """Return name -> unsharded weight on the host of rank 0, and nothing on other ranks; a collective.
+
+    Under ZeRO-3 the device holds GATHERED_BYTES of unsharded weights at a time.
+    """
+    weights: dict[str, Tensor] = {}
+    for bucket in plan_buckets(engine.named_shapes(), GATHERED_BYTES):
+        with engine.gathered([slot.name for slot in bucket]) as tensors:
+            if world.is_main:
+                weights |= {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+    return weights
 
 
 def export_best(
@@ -68,29 +114,28 @@ def export_best(
     is_better = world.all_gather(before is None or accuracy > before)[0]
     if is_better:
         content = json.dumps({"step": step, "accuracy": accuracy, "run_id": run_id}) + "\n"
-        with actor.gathered([name for name, _, _ in actor.named_shapes()]) as tensors:
-            export_weights(folder, actor, tensors, tokenizer, world, notes={note.name: content})
+        export_weights(folder, actor, host_weights(actor, world), tokenizer, world, notes={note.name: content})
     return is_better
 
 
 def export_weights(
     folder: Path,
-    actor: ExportedEngine,
+    engine: ExportedEngine,
     tensors: Mapping[str, Tensor],
     tokenizer: PreTrainedTokenizerBase,
     world: World,
     *,
     notes: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a Hugging Face folder with the given weights in place of the actor's; a collective.
+    """Write a Hugging Face folder with the given weights in place of the engine's; a collective.
 
     Args:
-        tensors: weights by the actor's parameter names; read on rank 0 only.
+        tensors: weights on the host by the model's parameter names; read on rank 0 only.
         notes: name -> text of further files in the folder.
     """
     if world.is_main:
         with _replacing(folder) as partial:
-            save_model(partial, actor.model, {name: t.cpu() for name, t in tensors.items()})
+            save_model(partial, engine.model, tensors)
             tokenizer.save_pretrained(partial)
             for name, text in (notes or {}).items():
                 (partial / name).write_text(text)
@@ -122,6 +167,8 @@ def _replacing(folder: Path) -> Iterator[Path]:
     Raises:
         FileWriteError: a file cannot be written; the earlier folder is unchanged, and what was written is deleted.
     """
+    with writing(folder.parent):
+        make_folder(folder.parent)
     partial, replaced = (folder.with_name(f".{word}-{folder.name}") for word in ("partial", "replaced"))
     shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(replaced, ignore_errors=True)

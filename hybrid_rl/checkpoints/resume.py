@@ -2,42 +2,47 @@
 
 import hashlib
 import shutil
+from pathlib import Path
 
 from hybrid_rl.checkpoints.phase_log import PhaseLog
 from hybrid_rl.checkpoints.saver import Saver
+from hybrid_rl.checkpoints.start import EXPORTED
 from hybrid_rl.config import Config, as_dict
 from hybrid_rl.distributed import World
 from hybrid_rl.rewards.loading import reward_file_hashes
 
 
-def make_saver(config: Config, world: World, num_bytes: int, *, export_bytes: int, steps_done: int) -> Saver:
+def make_saver(
+    config: Config, world: World, num_bytes: int, *, actor_bytes: int, critic_bytes: int, steps_done: int
+) -> Saver:
     """Return the saver of a run, whose checkpoints and exports are known to fit on the disk.
 
     Args:
         num_bytes: size of a checkpoint over all ranks.
-        export_bytes: size of an exported actor.
+        actor_bytes: size of an exported actor.
+        critic_bytes: size of an exported critic.
         steps_done: step of the checkpoint that the run continues from.
     Raises:
         ConfigError: the disk has no room for them.
     """
-    folders = [config.run_dir / name for name in exported_names(config)]
+    num_actors, num_critics = config.num_exports
+    wanted = num_actors * actor_bytes + num_critics * critic_bytes
     saver = Saver(
         config.run_dir,
         keep_last=config.checkpoint.keep_last,
         world=world,
         last_step=steps_done,
-        export_bytes=export_bytes * sum(not folder.exists() for folder in folders),
+        export_bytes=max(0, wanted - exported_bytes(config.run_dir)),
     )
     if config.checkpoint.every_steps:
         saver.check_space(num_bytes // world.size)
     return saver
 
 
-def exported_names(config: Config) -> list[str]:
-    """Return the names of the folders with all weights of an actor that a run exports."""
-    has_average = config.checkpoint.export and config.models.ema_decay is not None
-    wanted = {"export": config.checkpoint.export, "export_ema": has_average, "best": config.checkpoint.keep_best}
-    return [name for name, is_wanted in wanted.items() if is_wanted]
+def exported_bytes(run_dir: Path) -> int:
+    """Return the size of the weights in the exports of a run's folder."""
+    files = [file for name in EXPORTED for file in (run_dir / name).rglob("*.safetensors")]
+    return sum(file.stat().st_size for file in files)
 
 
 def open_phase_log(config: Config, world: World, steps_done: int, *, run_id: str) -> PhaseLog | None:

@@ -291,6 +291,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "checkpoint.keep_last",
             "checkpoint.keep_best",
             "checkpoint.export",
+            "checkpoint.export_every_steps",
+            "checkpoint.export_keep_last",
+            "checkpoint.export_critic",
         ),
     }
 )

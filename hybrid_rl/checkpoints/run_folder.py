@@ -16,7 +16,7 @@ from hybrid_rl.checkpoints.history import add_start, settings_changes
 from hybrid_rl.checkpoints.lock import LOCK_FILE, RunLock
 from hybrid_rl.checkpoints.model_content import ModelContents
 from hybrid_rl.checkpoints.resume_settings import plain_settings, reward_files
-from hybrid_rl.checkpoints.start import RECORD, Start, decide_start, read_record
+from hybrid_rl.checkpoints.start import EXPORTS, RECORD, Start, decide_start, read_record
 from hybrid_rl.config import Config
 from hybrid_rl.distributed import World
 
@@ -119,12 +119,14 @@ def tidy(run_dir: Path, start: Start) -> Start:
         logger.warning("%s", warning)
     if start.is_moved_aside:
         logger.warning("%s holds an earlier run, which is moved to %s", run_dir, _move_aside(run_dir))
-    for replaced in run_dir.glob(".replaced-*"):
-        original = run_dir / replaced.name.removeprefix(".replaced-")
+    for replaced in [*run_dir.glob(".replaced-*"), *(run_dir / EXPORTS).glob(".replaced-*")]:
+        original = replaced.with_name(replaced.name.removeprefix(".replaced-"))
         if original.exists():
             shutil.rmtree(replaced)
         else:  # the run was killed between the two renames
             os.rename(replaced, original)
+    for partial in (run_dir / EXPORTS).glob(".partial-*"):
+        shutil.rmtree(partial)
     _tidy_best(run_dir, start)
     start = _tidy_checkpoints(start)
     if start.checkpoint is not None:  # the run may have been killed before it replaced the pointer

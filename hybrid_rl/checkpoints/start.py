@@ -21,16 +21,17 @@ from hybrid_rl.config import Config, ConfigError, check
 
 RECORD = "run.json"
 """File with the run's id, settings, models and hashes of reward files."""
+EXPORTS = "exports"
+"""Folder of the Hugging Face folders that are written every few steps."""
+EXPORTED = ("best", "export", "export_ema", "export_adapter", "export_critic", EXPORTS)
+"""Folders with exported models."""
 PRODUCTS = (
     "metrics.jsonl",
     "rollouts",
     "latest",
     "checkpoints",
     "phase_log",
-    "best",
-    "export",
-    "export_ema",
-    "export_adapter",
+    *EXPORTED,
     "summary.json",
 )
 """Files and folders of a run that hold results."""
@@ -134,7 +135,7 @@ def _compare(
 
 
 def _check_folders(run_dir: Path) -> None:
-    for name in ("checkpoints", "rollouts", "phase_log", "tensorboard"):
+    for name in ("checkpoints", "rollouts", "phase_log", "tensorboard", "trackers", EXPORTS):
         path = run_dir / name
         check(path.is_dir() or not os.path.lexists(path), f"{path} is in the way: it must be a folder; move it away")
 

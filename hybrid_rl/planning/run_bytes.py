@@ -21,12 +21,13 @@ def _num_trained(shape: ModelShape, config: Config) -> int:
 
 def disk_uses(config: Config, shapes: Shapes, *, dtype_bytes: int) -> dict[str, int]:
     """Return use -> bytes of a run's largest files, when the checkpoints that it keeps and one more exist."""
-    actor, number = dtype_bytes * shapes.actor.num_params, config.checkpoint.keep_last + 1
-    copies = config.checkpoint.export * (1 + (config.models.ema_decay is not None)) + config.checkpoint.keep_best
+    number, (num_actors, num_critics) = config.checkpoint.keep_last + 1, config.num_exports
+    critic = shapes.critic.num_params if shapes.critic else 0
+    exports = dtype_bytes * (num_actors * shapes.actor.num_params + num_critics * critic)
     checkpoints = (
         number * checkpoint_bytes(config, shapes, dtype_bytes=dtype_bytes) * bool(config.checkpoint.every_steps)
     )
-    return {f"{number} checkpoints": checkpoints, "exports": actor * copies}
+    return {f"{number} checkpoints": checkpoints, "exports": exports}
 
 
 def host_uses(

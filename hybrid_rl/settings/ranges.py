@@ -149,6 +149,8 @@ RANGES: dict[str, Range] = {
     "sync.num_verified": COUNT_OR_ZERO,
     "checkpoint.every_steps": COUNT_OR_ZERO,
     "checkpoint.keep_last": COUNT,
+    "checkpoint.export_every_steps": COUNT_OR_ZERO,
+    "checkpoint.export_keep_last": COUNT,
     "checkpoint.grace_s": POSITIVE,
 }
 """Setting -> range of its number, or of every number in its list."""

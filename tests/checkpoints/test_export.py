@@ -3,17 +3,32 @@
 import json
 import os
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
 from hybrid_rl.checkpoints import export
-from hybrid_rl.config import ConfigError
+from hybrid_rl.checkpoints.run_folder import tidy
+from hybrid_rl.checkpoints.start import Start
+from hybrid_rl.config import ConfigError, ModelsConfig, OptimizerConfig
+from hybrid_rl.distributed import join_world
+from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
 from hybrid_rl.errors import FileWriteError
 from hybrid_rl.models.exporting import check_export
+from hybrid_rl.models.loading import load_value_model
+from hybrid_rl.models.packed import packed_inputs
 from hybrid_rl.models.tokenizer import eos_token_ids, load_tokenizer
-from tests.checkpoints.conftest import make_actor, weights
+from tests.checkpoints.conftest import CPU, make_actor, weights
+from tests.conftest import packed_rows
 from tests.disks import a_full_disk
 
 
@@ -140,3 +155,71 @@ def test_an_export_is_on_the_disk_before_it_replaces_the_earlier_one(tmp_path, t
         expected = {("flush", str(partial / path.name)) for path in folder.iterdir()} | {("flush", str(partial))}
         assert len(expected) > 4 and expected <= set(events[:is_there])
         assert ("flush", str(tmp_path)) in events[is_there:]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_exported_critic_loads_as_a_critic_and_in_transformers_with_its_head(tmp_path, tiny, world, stage):
+    module = load_value_model(str(tiny / "reward"), ModelsConfig(), CPU, field="models.critic")
+    critic = DeepSpeedEngine(module, OptimizerConfig(lr=1e-2), zero_stage=stage, total_steps=9, world=world)
+    (packed,) = packed_rows([[5, 9, 3, 8, 0]])
+    inputs = packed_inputs(packed) | {"index": packed.response_index}
+    critic.backward(critic.forward(**inputs).sum(), is_last=True)
+    critic.step()
+    folder = tmp_path / "export_critic"
+    export.export(folder, critic, load_tokenizer(str(tiny / "policy")), world)
+    expected, before = weights(critic), AutoModelForSequenceClassification.from_pretrained(tiny / "reward")
+    assert not torch.equal(expected["score.weight"], before.score.weight)
+    loaded = load_value_model(str(folder), ModelsConfig(), CPU, field="models.critic")
+    theirs = AutoModelForSequenceClassification.from_pretrained(folder)
+    for model in (loaded.model, theirs):
+        assert {name: torch.equal(p, expected[name]) for name, p in model.named_parameters()} == dict.fromkeys(
+            expected, True
+        )
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**inputs), critic.forward(**inputs), atol=1e-6, rtol=0)
+    assert theirs.config.num_labels == 1 and load_tokenizer(str(folder))("3+4=")["input_ids"]
+
+
+def test_exports_of_the_last_steps_stay_with_all_their_parts(tmp_path):
+    names = [f"step_{step:06d}{part}" for step in (2, 4, 6, 8) for part in ("", "_ema", "_critic")]
+    for name in [*names, "mine", "step_000004_notes"]:
+        (tmp_path / "exports" / name).mkdir(parents=True)
+    export.delete_old(tmp_path, 6, keep_last=2)
+    left = sorted(path.name for path in (tmp_path / "exports").iterdir())
+    assert left == ["mine", *sorted([*names[3:], "step_000004_notes"])]
+    export.delete_old(tmp_path, 8, keep_last=1)
+    assert sorted(path.name for path in (tmp_path / "exports").glob("step_000008*")) == sorted(names[-3:])
+    assert not list((tmp_path / "exports").glob("step_000006*"))
+
+
+def test_a_start_removes_half_an_export_and_brings_back_one_that_was_about_to_be_replaced(tmp_path):
+    for name in (".partial-step_000004", ".replaced-step_000002", ".replaced-step_000003", "step_000003"):
+        (tmp_path / "exports" / name).mkdir(parents=True)
+        (tmp_path / "exports" / name / "name").write_text(name)
+    tidy(tmp_path, Start(run_id="a"))
+    found = {path.name: (path / "name").read_text() for path in (tmp_path / "exports").iterdir()}
+    assert found == {"step_000002": ".replaced-step_000002", "step_000003": "step_000003"}
+
+
+def main() -> None:
+    """Export actor and critic of two ranks under ZeRO-3; keep the folder and the weights as they are gathered."""
+    folder, tiny = Path(sys.argv[1]), Path(sys.argv[2])
+    world, tokenizer = join_world(), load_tokenizer(str(tiny / "policy"))
+    module = load_value_model(str(tiny / "reward"), ModelsConfig(), CPU, field="models.critic")
+    critic = DeepSpeedEngine(module, OptimizerConfig(), zero_stage=3, total_steps=9, world=world)
+    engines = {"actor": make_actor(tiny / "policy", world, 3), "critic": critic}
+    for name, engine in engines.items():
+        export.export(folder / name, engine, tokenizer, world)
+    kept = {"folder": str(folder), **{name: weights(engine) for name, engine in engines.items()}}
+    torch.save(kept, folder / f"rank{world.rank}.pt")
+
+
+def test_two_ranks_export_sharded_weights(on_two_ranks):
+    kept = on_two_ranks(__file__)[0]
+    for name, model_class in (("actor", AutoModelForCausalLM), ("critic", AutoModelForSequenceClassification)):
+        found = dict(model_class.from_pretrained(Path(kept["folder"]) / name).named_parameters())
+        assert found.keys() == kept[name].keys() and all(torch.equal(found[n], kept[name][n]) for n in found)
+
+
+if __name__ == "__main__":
+    main()

@@ -37,6 +37,9 @@ def test_one_checkpoint_more_than_are_kept_exists_while_one_is_written(make_conf
         "3 checkpoints": 3 * 16 * NUM_PARAMS,
         "exports": 3 * 2 * NUM_PARAMS,  # export/, export_ema/ and best/
     }
+    often = replace(config.checkpoint, export_every_steps=5, export_keep_last=2, export_critic=True)
+    periodic = replace(config, checkpoint=often)  # besides these, 3 steps of actor and EMA; there is no critic
+    assert disk_uses(periodic, read_shapes(periodic), dtype_bytes=2)["exports"] == (3 + 3 * 2) * 2 * NUM_PARAMS
     never = replace(config, checkpoint=CheckpointConfig(every_steps=0, keep_best=False, export=False))
     assert sum(disk_uses(never, read_shapes(never), dtype_bytes=2).values()) == 0
 
