@@ -1,0 +1,1 @@
+"""Environments of conversations: one small protocol, and worker processes in which the user's environments run."""

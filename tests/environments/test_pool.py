@@ -1,0 +1,228 @@
+"""Environments in worker processes: their answers, and what a failing, hanging or dying one costs."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hybrid_rl.config import ConfigError
+from hybrid_rl.environments.pool import EnvironmentPool
+from hybrid_rl.environments.process import Answer
+from hybrid_rl.environments.protocol import Step
+from hybrid_rl.processes import read_state
+
+FILE = '''
+import asyncio
+import os
+import time
+
+class Guess:
+    """A number from the row; a text that is no number makes the environment do what it says."""
+
+    def __init__(self, reward=1.0):
+        self.reward = reward
+
+    def reset(self, row):
+        self.number = row["number"]
+        return "guess" if row.get("text") else [{"role": "user", "content": "guess"}]
+
+    def step(self, response):
+        if response == "raise":
+            raise LookupError("no such guess")
+        if response == "exit":
+            raise SystemExit(3)
+        if response == "die":
+            os._exit(3)
+        if response == "hang":
+            time.sleep(60)
+        if response == "nan":
+            return "", float("nan"), False, {}
+        if response == "pid":
+            return "", 0.0, False, {"pid": os.getpid()}
+        guess = int(response)
+        done = guess == self.number
+        return "lower" if guess > self.number else "higher", self.reward * done, done, {"distance": guess - self.number}
+
+class AsyncGuess:
+    async def reset(self, row):
+        self.number = row["number"]
+        return "guess"
+
+    async def step(self, response):
+        if response == "hang":
+            await asyncio.sleep(60)
+        await asyncio.sleep(0.3)
+        return "seen " + response, float(self.number), False, {}
+
+class Silent:
+    def reset(self, row):
+        return ""
+'''
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("environments") / "guess.py"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def shared(file: Path) -> Iterator[EnvironmentPool]:
+    """One process for all conversations."""
+    with EnvironmentPool(f"{file}:Guess", timeout_s=30, num_workers=1) as pool:
+        yield pool
+
+
+def answers(pool: EnvironmentPool, number: int) -> dict[int, Answer]:
+    """Return the next answers by their keys, in the time of a slow machine."""
+    found, end = list[Answer](), time.monotonic() + 60
+    while len(found) < number:
+        assert time.monotonic() < end, found
+        found += pool.receive(1.0)
+    assert len(found) == number
+    return {answer.key: answer for answer in found}
+
+
+def started(pool: EnvironmentPool, *keys: int) -> None:
+    for key in keys:
+        pool.reset(key, {"number": key})
+    assert all(answer.failure is None for answer in answers(pool, len(keys)).values())
+
+
+def test_a_conversation_keeps_its_environment_until_it_is_done(file):
+    with EnvironmentPool(f"{file}:Guess", arguments={"reward": 2.5}, timeout_s=30, num_workers=2) as pool:
+        pool.reset(3, {"number": 3})
+        pool.reset(5, {"number": 5, "text": True})
+        found = answers(pool, 2)
+        assert found[3].result == [{"role": "user", "content": "guess"}] and found[5].result == "guess"
+        assert len(pool.process_ids) == 2
+        pool.step(3, "4")
+        pool.step(5, "4")
+        found = answers(pool, 2)
+        assert found[3].result == Step(observation="lower", info={"distance": 1})
+        assert found[5].result == Step(observation="higher", info={"distance": -1})
+        pool.step(3, "3")
+        assert answers(pool, 1)[3].result == Step(observation="higher", reward=2.5, done=True, info={"distance": 0})
+        pool.end(3)
+        with pytest.raises(KeyError):
+            pool.step(3, "3")
+
+
+def test_an_error_of_one_environment_is_an_answer_with_the_line_of_the_code(shared):
+    started(shared, 1, 2)
+    for response, message in (
+        ("raise", "LookupError: no such guess (guess.py, line 18: raise"),
+        ("exit", "SystemExit: 3"),
+        ("nan", "the reward is nan: must be finite"),
+    ):
+        shared.reset(1, {"number": 1})
+        answers(shared, 1)
+        shared.step(1, response)
+        shared.step(2, "2")
+        found = answers(shared, 2)
+        assert found[1].failure is not None and found[1].failure.startswith(message)
+        assert not found[1].is_lost and found[1].result is None
+        assert found[2].result == Step(observation="higher", reward=1.0, done=True, info={"distance": 0})
+
+
+def test_calls_of_an_ended_conversation_are_not_answered(shared):
+    started(shared, 7)
+    shared.step(7, "1")
+    shared.reset(7, {"number": 8, "text": True})  # a new environment under the same key
+    shared.step(7, "8")
+    end, found = time.monotonic() + 60, list[Answer]()
+    while len(found) < 2 and time.monotonic() < end:
+        found += shared.receive(1.0)
+    assert [answer.result for answer in found] == [
+        "guess",
+        Step(observation="higher", reward=1.0, done=True, info={"distance": 0}),
+    ]
+    assert shared.receive(0.2) == []
+
+
+def test_a_hanging_call_fails_at_its_limit_and_its_neighbours_start_again(file):
+    with EnvironmentPool(f"{file}:Guess", timeout_s=2, num_workers=2) as pool:
+        started(pool, 1, 2, 3)  # 1 and 3 share a process
+        pool.step(1, "hang")
+        before = time.monotonic()
+        found = answers(pool, 2)
+        assert time.monotonic() - before < 20
+        assert found[1].failure == "took longer than environment.timeout_s = 2" and not found[1].is_lost
+        assert found[3].is_lost and "another conversation's call took longer" in str(found[3].failure)
+        assert pool.num_lost_processes == 1
+        pool.step(2, "2")
+        assert answers(pool, 1)[2].result.done
+        started(pool, 3)
+        pool.step(3, "3")
+        assert answers(pool, 1)[3].result.done
+
+
+@pytest.mark.parametrize("way", ["of itself", "by a signal"])
+def test_conversations_of_a_process_that_dies_are_reported_as_lost(file, way):
+    with EnvironmentPool(f"{file}:Guess", timeout_s=30, num_workers=1) as pool:
+        started(pool, 1, 2)
+        pool.step(1, "pid")
+        process_id = answers(pool, 1)[1].result.info["pid"]
+        assert pool.process_ids == [process_id]
+        if way == "of itself":
+            pool.step(1, "die")
+        else:
+            os.kill(process_id, signal.SIGKILL)
+        found = answers(pool, 2)
+        event = "ended with exit code 3" if way == "of itself" else "was killed by SIGKILL"
+        assert all(a.is_lost and a.failure == f"the environment process {process_id} {event}" for a in found.values())
+        started(pool, 1)  # in a new process
+        assert pool.process_ids != [process_id] and pool.num_lost_processes == 1
+
+
+def test_asynchronous_environments_of_a_process_run_at_the_same_time(file):
+    with EnvironmentPool(f"{file}:AsyncGuess", timeout_s=3, num_workers=1) as pool:
+        started(pool, *range(20))
+        before = time.monotonic()
+        for key in range(1, 20):
+            pool.step(key, f"{key}")
+        found = answers(pool, 19)
+        assert time.monotonic() - before < 19 * 0.3
+        assert all(a.result == Step(observation=f"seen {k}", reward=float(k)) for k, a in found.items())
+        pool.step(0, "hang")
+        pool.step(1, "again")
+        assert answers(pool, 1)[1].result.observation == "seen again"
+        hanging = answers(pool, 1)[0]
+        assert hanging.failure == "took longer than 3 s" and not hanging.is_lost
+        assert pool.num_lost_processes == 0  # the limit of an asynchronous call costs no other conversation
+
+
+def test_no_process_survives_the_pool(file):
+    pool = EnvironmentPool(f"{file}:Guess", timeout_s=30, num_workers=2)
+    started(pool, 1, 2)
+    ids = pool.process_ids
+    states = [read_state(process_id) for process_id in ids]
+    assert all(state is not None and not state.has_ended for state in states)
+    pool.close()
+    states = [read_state(process_id) for process_id in ids]
+    assert not any(state is not None and not state.has_ended for state in states)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("guess", "environment = guess: must be path.py:ClassName"),
+        ("nowhere.py:Guess", "environment = nowhere.py:Guess: there is no file"),
+        ("{file}:Other", "defines no class 'Other'"),
+        ("{file}:Silent", "'Silent' has no method step"),
+    ],
+)
+def test_an_environment_that_cannot_be_loaded_is_named(file, name, message):
+    with pytest.raises(ConfigError) as caught:
+        EnvironmentPool(name.format(file=file), timeout_s=30, num_workers=1)
+    assert message in str(caught.value)
+
+
+def test_a_file_that_fails_is_named_with_its_line(tmp_path):
+    (tmp_path / "broken.py").write_text("import os\nraise OSError('no game')\n")
+    with pytest.raises(ConfigError, match=r"importing \S+broken.py fails with OSError: no game \(broken.py, line 2"):
+        EnvironmentPool(f"{tmp_path}/broken.py:Guess", timeout_s=30, num_workers=1)
