@@ -5,6 +5,7 @@ from typing import Any
 
 from .program import KEEP_DEFAULT, Command, fixed, lost, maps, missing, moot
 from .reading import count, finite
+from .trackers import known
 
 NO_PIPELINE = "there are no pipeline stages; update.zero_stage = 3 or update.tensor_parallel_size splits the model"
 EACH_PROCESS = "counted per process in ColossalChat, over all ranks here"
@@ -208,18 +209,16 @@ OUTPUT = (
         note="ColossalChat counts micro steps and checks at the end of an episode; here it counts steps of the loop",
         when=lambda c: True,
     ),
-    missing("log_dir", str, None, "tensorboard/ is always in the run's folder"),
-    missing(
-        "use_wandb",
-        bool,
-        False,
-        "there is no Weights & Biases; metrics.jsonl and tensorboard/ in the run's folder have all metrics",
-    ),
+    maps("log_dir", str, None, "run.trackers", note="TensorBoard's files lie in tensorboard/ of the run's folder"),
+    maps("use_wandb", bool, False, "run.trackers"),
 )
 
 RULES = {
     "run.dir": lambda c: str(PurePath(c["save_path"]).parent),
     "run.name": lambda c: PurePath(c["save_path"]).name,
+    "run.trackers": lambda c: (
+        known([*["tensorboard"] * bool(c["log_dir"]), *["wandb"] * c["use_wandb"]]) or KEEP_DEFAULT
+    ),
     "prompts.path": lambda c: _first(c["prompt_dataset"]),
     "prompts.prompt_column": lambda c: "messages",
     "prompts.max_prompt_tokens": lambda c: c["max_length"] - c["max_seq_len"],

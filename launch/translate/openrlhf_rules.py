@@ -8,6 +8,7 @@ from typing import Any
 from hybrid_rl.config import RunConfig, check
 
 from .program import KEEP_DEFAULT, Command
+from .trackers import known
 
 GPUS_PER_NODE = 8
 """GPUs of a node where those of separate groups are added up."""
@@ -152,10 +153,22 @@ def _lora(c: Command, value: Any) -> Any:
     return value if c["ds.lora.rank"] else KEEP_DEFAULT
 
 
+def _trackers(c: Command) -> Any:
+    """Return the trackers that are on; without any, the default stays."""
+    wanted = {"tensorboard": c["logger.tensorboard_dir"], "wandb": c["logger.wandb.key"]}
+    return known(name for name, value in wanted.items() if value) or KEEP_DEFAULT
+
+
+def _save_steps(c: Command) -> int:
+    return max(0, c["ckpt.save_steps"])
+
+
 RULES: Mapping[str, Callable[[Command], Any]] = {
     "run.name": lambda c: PurePath(c["ckpt.output_dir"]).name,
     "run.dir": lambda c: str(PurePath(c["ckpt.output_dir"]).parent),
     "run.num_steps": _num_steps,
+    "run.trackers": _trackers,
+    "run.project": lambda c: c["logger.wandb.project"] if c["logger.wandb.key"] else None,
     "run.eval_every_steps": lambda c: _eval(c, max(0, c["eval.steps"])),
     "run.eval_samples": lambda c: _eval(c, c["eval.n_samples_per_prompt"]),
     "run.eval_function": lambda c: _eval(c, _reward_function(c) if is_function(c) else KEEP_DEFAULT),
@@ -206,7 +219,12 @@ RULES: Mapping[str, Callable[[Command], Any]] = {
     "update.actor.kind": lambda c: "cpu_adam" if c["ds.adam_offload"] else "adamw",
     "update.critic.kind": lambda c: "cpu_adam" if c["ds.adam_offload"] else "adamw",
     "memory.swap": _swap,
-    "checkpoint.every_steps": lambda c: 0 if c["ckpt.disable_ds"] else max(0, c["ckpt.save_steps"]),
+    "checkpoint.every_steps": lambda c: 0 if c["ckpt.disable_ds"] else _save_steps(c),
+    "checkpoint.export_every_steps": lambda c: _save_steps(c) if c["ckpt.save_hf"] else 0,
+    "checkpoint.export_keep_last": lambda c: (
+        c["ckpt.max_num"] if c["ckpt.save_hf"] and _save_steps(c) else KEEP_DEFAULT
+    ),
+    "checkpoint.export_critic": lambda c: c["critic.save_value_network"] and estimator(c) == "gae",
     "checkpoint.keep_best": lambda c: c["eval.dataset"] is not None and c["ckpt.best_metric_key"] != "none",
 }
 """Setting -> its value; every other setting has the value of the one argument that maps to it."""

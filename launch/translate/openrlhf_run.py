@@ -3,6 +3,7 @@
 from .openrlhf_rules import estimator, is_colocated, is_function
 from .program import fixed, lost, maps, missing, moot, refused
 from .reading import count, finite
+from .trackers import BY_VARIABLE, NO_KEY, is_given
 
 ONE_POOL = "every GPU holds a shard of every model, one process per visible GPU; CUDA_VISIBLE_DEVICES selects them"
 ALL_ENGINES = "every GPU has an engine, or a shard of one over rollout.tensor_parallel_size GPUs"
@@ -261,32 +262,22 @@ OUTPUT = (
     maps("ckpt.disable_ds disable_ds_ckpt", bool, False, "checkpoint.every_steps"),
     maps("ckpt.max_num max_ckpt_num", int, 3, "checkpoint.keep_last"),
     missing("ckpt.max_mem max_ckpt_mem", str, None, "checkpoint.keep_last counts checkpoints, not bytes"),
-    missing(
-        "ckpt.save_hf save_hf_ckpt",
-        bool,
-        False,
-        "export/ always holds the final actor as a Hugging Face folder, and checkpoint.keep_best exports the best one; "
-        "other checkpoints have none",
-    ),
+    maps("ckpt.save_hf save_hf_ckpt", bool, False, "checkpoint.export_every_steps", "checkpoint.export_keep_last"),
     maps("ckpt.load_enable load_checkpoint", bool, False, "run.resume", choices={False: "never", True: "auto"}),
     maps("ckpt.best_metric_key best_metric_key", str, "", "checkpoint.keep_best"),
     moot("ds.use_universal_ckpt use_ds_universal_ckpt", bool, "a checkpoint loads on any number of ranks"),
-    missing(
-        "critic.save_value_network save_value_network",
-        bool,
-        False,
-        "the critic stays in checkpoints, not in export/",
-    ),
+    maps("critic.save_value_network save_value_network", bool, False, "checkpoint.export_critic"),
     moot("logger.logging_steps logging_steps", int, "metrics.jsonl always has a row per step"),
-    missing("logger.tensorboard_dir use_tensorboard", str, None, "tensorboard/ is always in the run's folder"),
-    *(
-        missing(names, str, None, NO_TRACKER)
-        for names in (
-            "logger.wandb.key use_wandb",
-            "logger.wandb.org wandb_org",
-            "logger.wandb.group wandb_group",
-            "logger.wandb.project wandb_project",
-            "logger.wandb.run_name wandb_run_name",
-        )
+    maps(
+        "logger.tensorboard_dir use_tensorboard",
+        str,
+        None,
+        "run.trackers",
+        note="the files lie in tensorboard/ of the run's folder",
     ),
+    maps("logger.wandb.key use_wandb", is_given, None, "run.trackers", note=NO_KEY),
+    maps("logger.wandb.project wandb_project", str, "openrlhf_train_ppo", "run.project"),
+    missing("logger.wandb.org wandb_org", str, None, BY_VARIABLE.format("WANDB_ENTITY")),
+    missing("logger.wandb.group wandb_group", str, None, BY_VARIABLE.format("WANDB_RUN_GROUP")),
+    missing("logger.wandb.run_name wandb_run_name", str, None, BY_VARIABLE.format("WANDB_NAME")),
 )

@@ -9,6 +9,7 @@ from typing import Any
 from hybrid_rl.config import ConfigError, RunConfig, check
 
 from .program import KEEP_DEFAULT, Command
+from .trackers import known
 
 GPUS_PER_NODE = 8
 OVERLONG = "get_soft_overlong_punishment"
@@ -72,6 +73,10 @@ def _updates_per_step(c: Command) -> int:
 def _in_steps(c: Command, updates: float) -> int:
     """Return steps of the loop for a number of optimizer steps, at least one."""
     return max(1, math.ceil(updates / _updates_per_step(c)))
+
+
+def _save_steps(c: Command) -> int:
+    return _in_steps(c, c["save_steps"]) if c["save_strategy"] == "steps" else 0
 
 
 def _num_steps(c: Command) -> Any:
@@ -263,7 +268,15 @@ RULES: Mapping[str, Callable[[Command], Any]] = {
     "update.actor.betas": lambda c: [c["adam_beta1"], c["adam_beta2"]],
     "update.actor.warmup_steps": _warmup_steps,
     "update.actor.min_lr_ratio": _min_lr_ratio,
-    "checkpoint.every_steps": lambda c: _in_steps(c, c["save_steps"]) if c["save_strategy"] == "steps" else 0,
+    "checkpoint.every_steps": lambda c: 0 if c["save_only_model"] else _save_steps(c),
+    "checkpoint.export_every_steps": lambda c: _save_steps(c) if c["save_only_model"] else 0,
+    "checkpoint.export_keep_last": lambda c: (
+        c["save_total_limit"] or KEEP_DEFAULT if c["save_only_model"] else KEEP_DEFAULT
+    ),
+    "run.trackers": lambda c: (
+        KEEP_DEFAULT if c["report_to"] is None or "all" in c["report_to"] else known(c["report_to"])
+    ),
+    "run.project": lambda c: c["project"],
     "checkpoint.keep_last": lambda c: c["save_total_limit"] or KEEP_DEFAULT,
 }
 """Setting -> its value; every other setting has the value of the one argument that maps to it."""

@@ -2,6 +2,7 @@
 
 from .program import fixed, lost, maps, missing, moot, refused
 from .reading import count, finite
+from .trackers import BY_VARIABLE, NO_OTHERS, TRACKERS
 
 FLASH_ATTENTION = (
     "flash_attention_2",
@@ -10,7 +11,6 @@ FLASH_ATTENTION = (
     "kernels-community/flash-attn3",
     "kernels-community/vllm-flash-attn3",
 )
-NO_TRACKER = "there are no trackers; metrics.jsonl and tensorboard/ in the run's folder have all metrics"
 NO_HUB = "nothing is sent to the hub; export/ holds the final actor"
 PREPARED = "prompts are tokenised once, at the start"
 GPU_PER_RANK = "the launcher starts one process per GPU"
@@ -138,7 +138,14 @@ TRAINING_ARGUMENTS = (
         note="TRL keeps all checkpoints, here checkpoint.keep_last of them",
         when=lambda c: c["save_total_limit"] is None and c["save_strategy"] != "no",
     ),
-    missing("save_only_model", bool, False, "a checkpoint holds the whole state"),
+    maps(
+        "save_only_model",
+        bool,
+        False,
+        "checkpoint.export_every_steps",
+        "checkpoint.export_keep_last",
+        "checkpoint.every_steps",
+    ),
     moot("save_on_each_node", bool, "the run's folder is shared by all nodes"),
     moot("save_safetensors", bool, "weights are always safetensors"),
     lost("resume_from_checkpoint", str, None, "TRL's checkpoints cannot be read here; run.resume continues own runs"),
@@ -149,15 +156,16 @@ TRAINING_ARGUMENTS = (
         "report_to",
         str,
         None,
-        NO_TRACKER,
+        "run.trackers",
         num_values=None,
-        when=lambda c: bool(set(c["report_to"] or []) - {"none", "tensorboard"}),
+        note=NO_OTHERS,
+        when=lambda c: bool(set(c["report_to"] or []) - {"none", *TRACKERS}),
     ),
-    *(
-        missing(name, str, None, NO_TRACKER)
-        for name in ("run_name", "project", "trackio_space_id", "trackio_bucket_id")
-    ),
-    missing("trackio_static_space_id", str, None, NO_TRACKER),
+    maps("project", str, None, "run.project"),
+    missing("run_name", str, None, "run.name names the run; " + BY_VARIABLE.format("WANDB_NAME")),
+    missing("trackio_space_id", str, None, BY_VARIABLE.format("TRACKIO_SPACE_ID")),
+    missing("trackio_bucket_id", str, None, BY_VARIABLE.format("TRACKIO_BUCKET_ID")),
+    missing("trackio_static_space_id", str, None, "`trackio sync` makes a static Space"),
     *(
         moot(name, str, ALWAYS_LOGGED)
         for name in (

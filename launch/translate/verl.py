@@ -300,6 +300,21 @@ PARALLEL = (
     refused(f"{ACTOR}.router_replay.mode", str, "disabled", NO_EXPERTS),
     moot(f"{ACTOR}.router_replay.*", str, NO_EXPERTS, num_values=None),
     missing(f"{ACTOR}.profiler.*", str, None, "run.profile_steps profiles whole steps", num_values=None),
+    maps(
+        f"{ACTOR}.checkpoint.save_contents {ACTOR}.checkpoint.contents",
+        str,
+        None,
+        "checkpoint.export_every_steps",
+        "checkpoint.export_keep_last",
+        num_values=None,
+    ),
+    maps(
+        "critic.checkpoint.save_contents critic.checkpoint.contents",
+        str,
+        None,
+        "checkpoint.export_critic",
+        num_values=None,
+    ),
     missing(
         f"{ACTOR}.checkpoint.*", str, None, "checkpoints hold the whole state, and export/ the model", num_values=None
     ),

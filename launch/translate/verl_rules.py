@@ -8,6 +8,7 @@ from typing import Any
 from hybrid_rl.config import ConfigError, RunConfig
 
 from .program import KEEP_DEFAULT, Command
+from .trackers import known
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -79,6 +80,11 @@ def _eval_function(c: Command) -> str | None:
 def num_gpus(c: Command) -> tuple[int, int]:
     """Return GPUs per node and nodes."""
     return c["trainer.n_gpus_per_node"], c["trainer.nnodes"]
+
+
+def _exports(c: Command, model: str) -> bool:
+    """Return whether a checkpoint holds a model as a Hugging Face folder."""
+    return "hf_model" in (c[f"{model}.checkpoint.save_contents"] or [])
 
 
 def _place(c: Command) -> PurePath:
@@ -309,5 +315,14 @@ RULES: Mapping[str, Callable[[Command], Any]] = {
     "memory.swap": _swap,
     "checkpoint.every_steps": lambda c: max(0, c["trainer.save_freq"]),
     "checkpoint.keep_last": lambda c: c["trainer.max_actor_ckpt_to_keep"] or KEEP_DEFAULT,
+    "checkpoint.export_every_steps": lambda c: max(0, c["trainer.save_freq"]) if _exports(c, ACTOR) else 0,
+    "checkpoint.export_keep_last": lambda c: (
+        c["trainer.max_actor_ckpt_to_keep"] or KEEP_DEFAULT if _exports(c, ACTOR) else KEEP_DEFAULT
+    ),
+    "checkpoint.export_critic": lambda c: _exports(c, "critic") and estimator(c) == "gae",
+    "run.trackers": lambda c: KEEP_DEFAULT if c["trainer.logger"] is None else known(c["trainer.logger"]),
+    "run.project": lambda c: (
+        c["trainer.project_name"] if set(known(c["trainer.logger"] or [])) - {"tensorboard"} else None
+    ),
 }
 """Setting -> its value; every other setting has the value of the one override that maps to it."""

@@ -2,9 +2,10 @@
 
 from .program import Command, fixed, lost, maps, missing, moot, refused
 from .reading import count, finite
+from .trackers import NO_OTHERS, TRACKERS
 from .verl_rules import MODEL, ROLLOUT, has_model_reward, is_guessed
 
-LOGGERS = {"console", "tensorboard", "file"}
+LOGGERS = {"console", "file", *TRACKERS}
 NO_CODE = "models and tokenizers with code of their own are missing here"
 NO_CLASS = "rows, order and rewards follow the settings; classes of one's own are missing here"
 NO_TURNS = "conversations of several turns and tools are missing here"
@@ -266,7 +267,7 @@ REWARD = (
 )
 
 TRAINER = (
-    maps("trainer.project_name", str, "verl_examples", "run.dir"),
+    maps("trainer.project_name", str, "verl_examples", "run.dir", "run.project"),
     maps("trainer.experiment_name", str, "gsm8k", "run.name"),
     maps("trainer.default_local_dir", str, None, "run.dir", "run.name"),
     maps("trainer.total_training_steps", count, None, "run.num_steps"),
@@ -307,8 +308,9 @@ TRAINER = (
         "trainer.logger",
         str,
         None,
-        "there are no trackers; metrics.jsonl and tensorboard/ in the run's folder have all metrics",
+        "run.trackers",
         num_values=None,
+        note=NO_OTHERS,
         when=lambda c: bool(set(c["trainer.logger"] or []) - LOGGERS),
     ),
     missing("trainer.log_val_generations", int, 0, "responses of an evaluation are not kept"),

@@ -221,16 +221,18 @@ def test_parallelism_inside_a_model_leaves_fewer_batches() -> None:
     "option, argument, paragraph",
     [
         ("--from-openrlhf", "--ckpt.path x", "Missing here"),
-        ("--from-openrlhf", "--logger.wandb.project x", "Missing here"),
+        ("--from-openrlhf", "--logger.wandb.org x", "Missing here"),
+        ("--from-openrlhf", "--use_wandb 0123456789abcdef", "Differs here"),
         ("--from-openrlhf", "--ds.overlap_comm", "Missing here"),
         ("--from-openrlhf", "--ds.value_head_prefix value", "Not carried over"),
         ("--from-openrlhf", "--actor.optim muon", "Not carried over"),
         ("--from-openrlhf", "--ds.param_dtype fp16", "Differs here"),
         ("--from-openrlhf", "--ds.attn_implementation flash_attention_3", "Differs here"),
-        ("--from-verl", "trainer.logger=[console,wandb]", "Missing here"),
+        ("--from-verl", "trainer.logger=[console,swanlab]", "Differs here"),
         ("--from-verl", "actor_rollout_ref.rollout.top_p=0.9", "Not carried over"),
         ("--from-verl", "actor_rollout_ref.model.use_remove_padding=True", "Has no meaning here"),
-        ("--from-trl", "--report_to wandb", "Missing here"),
+        ("--from-trl", "--report_to clearml", "Differs here"),
+        ("--from-trl", "--trackio_space_id me/space", "Missing here"),
         ("--from-trl", "--top_entropy_quantile 0.2", "Not carried over"),
         ("--from-trl", "--log_completions", "Has no meaning here"),
     ],
@@ -240,6 +242,47 @@ def test_what_is_not_translated_is_listed_by_its_effect(option: str, argument: s
     name = re.split("[ =]", argument)[0]
     listed = [part for part in text.split("\n#\n") if re.search(rf"^# - .*{re.escape(name)}\b", part, re.MULTILINE)]
     assert [part.startswith(f"# {paragraph}") for part in listed] == [True]
+
+
+OPENRLHF_HF = "--save_hf_ckpt --save_steps 20 --max_ckpt_num 5 --save_value_network"
+VERL_HF = "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model] trainer.save_freq=20"
+
+
+@pytest.mark.parametrize(
+    "program, arguments, expected",
+    [
+        (openrlhf.PROGRAM, "--use_wandb key --wandb_project p", {"run.trackers": ["wandb"], "run.project": "p"}),
+        (openrlhf.PROGRAM, "--use_tensorboard logs --wandb_project p", {}),
+        (openrlhf.PROGRAM, "--use_tensorboard logs --use_wandb key", {"run.trackers": ["tensorboard", "wandb"]}),
+        (openrlhf.PROGRAM, OPENRLHF_HF, {"export_every_steps": 20, "export_keep_last": 5, "export_critic": True}),
+        (openrlhf.PROGRAM, f"{OPENRLHF_HF} --advantage_estimator rloo", {"export_every_steps": 20}),
+        (coati.PROGRAM, "--use_wandb", {"run.trackers": ["wandb"]}),
+        (coati.PROGRAM, "--log_dir logs --use_wandb", {"run.trackers": ["tensorboard", "wandb"]}),
+        (verl.PROGRAM, "trainer.logger=[console,wandb] trainer.project_name=p", {"run.trackers": ["wandb"]}),
+        (verl.PROGRAM, "trainer.logger=[console,mlflow,swanlab,tensorboard]", {"run.project": "verl_examples"}),
+        (verl.PROGRAM, "trainer.logger=console", {"run.trackers": []}),
+        (verl.PROGRAM, f"{VERL_HF} trainer.max_actor_ckpt_to_keep=3", {"export_every_steps": 20}),
+        (verl.PROGRAM, f"{VERL_HF} trainer.max_actor_ckpt_to_keep=3", {"export_keep_last": 3}),
+        (verl.PROGRAM, f"{VERL_HF} critic.checkpoint.save_contents=[model,hf_model]", {"export_critic": True}),
+        (trl.PROGRAM, "--report_to wandb trackio", {"run.trackers": ["wandb", "trackio"]}),
+        (trl.PROGRAM, "--report_to trackio --project p", {"run.project": "p"}),
+        (trl.PROGRAM, "--report_to none", {"run.trackers": []}),
+        (trl.PROGRAM, "--report_to all", {}),
+        (trl.PROGRAM, "--save_only_model true --save_steps 8 --save_total_limit 3", {"export_keep_last": 3}),
+    ],
+)
+def test_trackers_and_exports(program: Program, arguments: str, expected: dict[str, Any]) -> None:
+    found = settings(program, arguments)
+    wanted = {name if "." in name else f"checkpoint.{name}": value for name, value in expected.items()}
+    assert {name: found.get(name) for name in wanted} == wanted
+    if not expected:
+        assert not [name for name in found if name in ("run.trackers", "run.project")]
+
+
+def test_the_key_of_a_tracker_is_in_no_translation() -> None:
+    for arguments in ("--use_wandb 0123456789abcdef", "--logger.wandb.key=0123456789abcdef"):
+        text = translate(SYSTEMS["--from-openrlhf"], arguments.split()).text
+        assert "wandb" in text and "0123456789abcdef" not in text
 
 
 def test_settings_of_the_critic_are_omitted_without_one() -> None:

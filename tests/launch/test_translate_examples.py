@@ -99,7 +99,6 @@ EXAMPLES = {
                 "tensor_parallel_size": 2,
                 "rollout_batch_size": 1024,
                 "max_response_tokens": 1024,
-                "kv_cache_memory_bytes": None,
                 "gpu_memory_utilization": 0.6,
                 "enforce_eager": True,
                 "prefix_caching": False,
@@ -134,7 +133,6 @@ EXAMPLES = {
                 "group_size": 8,
                 "max_response_tokens": 1024,
                 "dynamic_filtering_reward_range": [0.0, 1.0],
-                "kv_cache_memory_bytes": None,
                 "gpu_memory_utilization": 0.6,
                 "enforce_eager": True,
                 "prefix_caching": False,
@@ -149,7 +147,7 @@ EXAMPLES = {
                 "zero_stage": 3,
                 "actor": {"lr": 5e-7, "warmup_steps": 38, "schedule": "cosine", "min_lr_ratio": 0.1},
             },
-            "checkpoint": {"every_steps": 20, "keep_last": 3},
+            "checkpoint": {"every_steps": 20, "keep_last": 3, "export_every_steps": 20, "export_keep_last": 3},
         },
     ),
     "openrlhf remote rewards, dotted": (
@@ -177,7 +175,6 @@ EXAMPLES = {
                 "rollout_batch_size": 512,
                 "group_size": 16,
                 "max_response_tokens": 8192,
-                "kv_cache_memory_bytes": None,
                 "prefix_caching": False,
             },
             "reward": {
@@ -200,7 +197,7 @@ EXAMPLES = {
         "--from-coati",
         COATI_PPO,
         {
-            "run": {"name": "run-1", "dir": "out", "num_steps": 2000},
+            "run": {"name": "run-1", "dir": "out", "num_steps": 2000, "trackers": ["wandb"]},
             "models": {
                 "actor": "models/sft",
                 "critic": "models/base",
@@ -215,7 +212,7 @@ EXAMPLES = {
                 "max_prompt_tokens": 1792,
                 "overlong_prompts": "drop",
             },
-            "rollout": {"rollout_batch_size": 64, "temperature": 0.7, "kv_cache_memory_bytes": None},
+            "rollout": {"rollout_batch_size": 64, "temperature": 0.7},
             "reward": {"clip": 5.0},
             "advantage": {"kl_coef": 0.1, "whiten": False},
             "update": {  # 4 x 2 responses on 8 processes; the critic's floor is a tenth of the actor's rate
@@ -259,7 +256,7 @@ EXAMPLES = {
                 "max_prompt_tokens": 1792,
                 "overlong_prompts": "drop",
             },
-            "rollout": {"temperature": 0.7, "kv_cache_memory_bytes": None},
+            "rollout": {"temperature": 0.7},
             "reward": {"functions": ["think_format", "gsm8k"], "weights": [2.0, 18.0], "clip": 5.0},
             "advantage": {"kl_coef": 0.1, "whiten": False},
             "update": {  # 128 responses a step, on 4 processes; ColossalChat steps every 512, across passes
@@ -291,7 +288,7 @@ EXAMPLES = {
                 "max_prompt_tokens": 96,
                 "overlong_prompts": "drop",
             },
-            "rollout": {"rollout_batch_size": 640, "max_response_tokens": 32, "kv_cache_memory_bytes": None},
+            "rollout": {"rollout_batch_size": 640, "max_response_tokens": 32},
             "reward": {"clip": 5.0},
             "advantage": {"gae_lambda": 1.0, "kl_coef": 0.1, "whiten": False},
             "update": {
