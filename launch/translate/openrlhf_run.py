@@ -8,7 +8,6 @@ from .trackers import BY_VARIABLE, NO_KEY, is_given
 ONE_POOL = "every GPU holds a shard of every model, one process per visible GPU; CUDA_VISIBLE_DEVICES selects them"
 ALL_ENGINES = "every GPU has an engine, or a shard of one over rollout.tensor_parallel_size GPUs"
 TOKENS = "forwards are packed by update.micro_batch_tokens, and the result does not depend on it"
-NO_TRACKER = "there is no Weights & Biases; metrics.jsonl and tensorboard/ in the run's folder have all metrics"
 NO_AGENTS = "agent scripts are missing here; an episode is one prompt and one response, scored by --reward.remote_url"
 FLASH_ATTENTION_2 = ("flash_attention_2", "kernels-community/flash-attn2")
 FLASH_ATTENTION_3 = (

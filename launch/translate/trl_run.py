@@ -152,7 +152,7 @@ TRAINING_ARGUMENTS = (
     maps("load_best_model_at_end", bool, False, "checkpoint.keep_best"),
     moot("metric_for_best_model", str, "the accuracy of an evaluation counts"),
     moot("greater_is_better", bool, "the accuracy of an evaluation counts"),
-    missing(
+    maps(
         "report_to",
         str,
         None,

@@ -304,7 +304,7 @@ TRAINER = (
         when=lambda c: c["trainer.max_actor_ckpt_to_keep"] is None and c["trainer.save_freq"] > 0,
     ),
     moot("trainer.max_critic_ckpt_to_keep", int, "a checkpoint holds actor and critic"),
-    missing(
+    maps(
         "trainer.logger",
         str,
         None,
