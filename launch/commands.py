@@ -28,12 +28,16 @@ COMMANDS: Mapping[str, Command] = {
         title="Report all mistakes that show before a model loads.",
         examples={
             "--config my.yaml": "for a run on this machine",
-            "--config my.yaml --gpus 8 --gpu-memory 80GiB": "for a run on another machine",
+            "--config my.yaml --gpu h100 --gpus 8": "for a run on another machine",
         },
     ),
     "plan": Command(
         title="Show memory and time of a run on the GPUs of any machine; needs no GPU.",
-        examples={"--config my.yaml --gpus 8 --gpu-memory 80GiB": "on eight GPUs of a node"},
+        examples={
+            "--config my.yaml": "on one GPU of this machine",
+            "--config my.yaml --gpu h100 --gpus 8": "on eight GPUs of a node",
+            "--config my.yaml --gpu-memory 48GB": "on a card that is not known: memory, and no seconds",
+        },
     ),
     "data": Command(
         title="Show prompts, their lengths, and what the reward functions make of right and of empty answers.",
@@ -45,6 +49,7 @@ COMMANDS: Mapping[str, Command] = {
             "--address auto --config my.yaml": "every GPU of a running cluster",
             "--address local --cpu --num_workers 2": "two ranks in a new cluster on this node",
             "--config my.yaml --max_failures 3": "restarts after the failure of a node",
+            "plan --config my.yaml --address auto": "memory and time of a run on a running cluster",
         },
     ),
     "translate": Command(

@@ -49,36 +49,38 @@ def parse_card(name: str) -> Card:
     return CARDS[name.lower()]
 
 
-def parse_machine(settings: Namespace, *, num_gpus: int | None = None, num_nodes: int | None = None) -> Machine:
-    """Return the machine that the options describe; without --gpu and --gpu-memory, its card is the one found here.
+def parse_machine(settings: Namespace, found: Machine | None = None) -> Machine:
+    """Return the machine that the options describe.
 
     Args:
         settings: the options.
-        num_gpus, num_nodes: GPUs of a node and nodes where --gpus and --nodes are null.
+        found: the machine whose numbers count where the options give none; None is one GPU of this machine. With
+            --gpu-memory and without --gpu, the card is unknown.
 
     Raises:
         ConfigError: a memory is not a size, or a card is not known.
     """
+    found = found or machine_here()
     card = parse_card(settings.gpu) if settings.gpu else None
     memory = parse_bytes(settings.gpu_memory, field="--gpu-memory") if settings.gpu_memory else None
     if card is None and memory is None:
-        card, memory = card_here()
-    host = parse_bytes(settings.host_memory, field="--host-memory") if settings.host_memory else None
+        card, memory = found.card, found.gpu_memory_bytes
+    host = parse_bytes(settings.host_memory, field="--host-memory") if settings.host_memory else found.host_memory_bytes
     return Machine(
         gpu_memory_bytes=memory or (card.memory_bytes if card else DEFAULT_BYTES),
-        num_gpus=settings.gpus or num_gpus or 1,
-        num_nodes=settings.nodes or num_nodes or 1,
+        num_gpus=settings.gpus or found.num_gpus,
+        num_nodes=settings.nodes or found.num_nodes,
         card=card,
         host_memory_bytes=host,
     )
 
 
-def card_here() -> tuple[Card | None, int | None]:
-    """Return card and memory of this machine's first visible GPU; None for a card that is not known, or without one."""
+def machine_here() -> Machine:
+    """Return one GPU of this machine; without one, an unknown card of DEFAULT_BYTES."""
     if not torch.cuda.is_available():
-        return None, None
+        return Machine(gpu_memory_bytes=DEFAULT_BYTES)
     properties = torch.cuda.get_device_properties(0)
-    return find_card(properties.name), properties.total_memory
+    return Machine(gpu_memory_bytes=properties.total_memory, card=find_card(properties.name))
 
 
 def check_card(machine: Machine, models: ModelsConfig) -> None:

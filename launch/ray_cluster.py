@@ -3,6 +3,7 @@
 python launch/ray_cluster.py --address auto --config my.yaml                  every GPU of a running cluster
 python launch/ray_cluster.py --address local --cpu --num_workers 2            two ranks in a new cluster on this node
 python launch/ray_cluster.py --config my.yaml --max_failures 3                restarts after the failure of a node
+python launch/ray_cluster.py plan --config my.yaml --address auto             memory and time of a run on a cluster
 
 The checkout, the models, the data and `run.dir` must have the same path on every node.
 """
@@ -38,6 +39,7 @@ from hybrid_rl.settings.types import shorten  # noqa: E402
 
 from .commands import description  # noqa: E402
 from .ray_end import ending_workers, follow  # noqa: E402
+from .ray_plan import plan  # noqa: E402
 from .settings import exit_on_config_error, make_parser, prepare, print_error, read_settings  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -309,11 +311,16 @@ def describe(rank: int, failure: Exception) -> tuple[list[str], int]:
 
 
 def main(arguments: list[str] | None = None, program: str = PROGRAM) -> None:
-    """Read and check the settings, then train; see parse."""
+    """Read and check the settings, then train, or plan where the first word is `plan`; see parse."""
     escape_messages()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     signals.handle_signals()
-    config, cluster = parse(arguments, program)
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["plan"]:
+        parser = make_parser(f"{program} plan", description("plan", f"{program} plan"))
+        with exit_on_config_error():
+            sys.exit(0 if plan(parser, words[1:], job_environment(os.environ)) else 1)
+    config, cluster = parse(words, program)
     try:
         with exit_on_config_error():
             check_imports()

@@ -3,14 +3,16 @@
 import importlib.util
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from hybrid_rl.config import Config, ConfigError, ModelsConfig, check
 from hybrid_rl.machine.visible_devices import VARIABLE, check_names, visible_names
 
+T = TypeVar("T")
 HALF_CAPABILITY = (8, 0)
 """Compute capability from which GPUs compute in bfloat16, and flash-attn runs."""
 
@@ -20,17 +22,29 @@ def driver_uuids() -> list[str] | None:
 
     CUDA is not initialised, so CUDA_VISIBLE_DEVICES can still be changed.
     """
+    return _ask_driver(lambda pynvml, handle: pynvml.nvmlDeviceGetUUID(handle)) or None
+
+
+def driver_names() -> list[tuple[str, int]]:
+    """Return name and bytes of memory of all GPUs of this machine; none if the driver does not list any."""
+    return _ask_driver(
+        lambda pynvml, handle: (pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    )
+
+
+def _ask_driver(question: Callable[[Any, Any], T]) -> list[T]:
+    """Return the driver's answer for each GPU, without initialising CUDA; none if there is no driver."""
     try:
         import pynvml  # absent where no GPU was there to install it for
     except ImportError:
-        return None
+        return []
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return None
+        return []
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return [pynvml.nvmlDeviceGetUUID(handle) for handle in handles] or None
+        return [question(pynvml, handle) for handle in handles]
     finally:
         pynvml.nvmlShutdown()
 
