@@ -21,12 +21,12 @@ from pathlib import Path
 from hybrid_rl.config import Config, ConfigError
 from hybrid_rl.distributed.board import FolderBoard, own_note, print_errors
 from hybrid_rl.distributed.joining import FOLDER_VARIABLE
-from hybrid_rl.distributed.processes import read_state
 from hybrid_rl.errors import PreemptedError, RankLostError, RunError
 from hybrid_rl.machine.visible_devices import VARIABLE, name_of_rank
 from hybrid_rl.monitoring import signals
 from hybrid_rl.monitoring.start import Start, process_start_ns
 from hybrid_rl.printable import escape_messages, keep_output, print_trace
+from hybrid_rl.processes import read_state
 
 END_LIMIT_S = 26.0
 """Seconds for the other ranks to end after one has failed, or for all after a signal."""

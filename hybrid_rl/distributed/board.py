@@ -13,8 +13,8 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from hybrid_rl.distributed.processes import machine_id, read_state
 from hybrid_rl.printable import hide_passwords, printable
+from hybrid_rl.processes import machine_id, read_state
 
 INTERVAL_S = 1.0
 """Seconds between two notes of a rank."""

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from hybrid_rl.distributed.board import INTERVAL_S, Board, Note, own_note
-from hybrid_rl.distributed.processes import ProcessState, machine_id, read_state
 from hybrid_rl.errors import RankLostError
+from hybrid_rl.processes import ProcessState, machine_id, read_state
 
 PATIENCE_S = 3.0
 """Seconds from the end of another rank to the end of this one, in which this rank may end for a reason of its own."""

@@ -8,10 +8,12 @@ import contextlib
 import json
 import multiprocessing.connection
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -20,18 +22,12 @@ from typing import TYPE_CHECKING
 
 from hybrid_rl.config import ConfigError
 from hybrid_rl.errors import RewardLostError
+from hybrid_rl.processes import KILL_TIMEOUT_S, families, kill_descendants, kill_marked, read_state, resident_bytes
 from hybrid_rl.rewards.environment import scorer_environment
 from hybrid_rl.rewards.given import GIVEN
 from hybrid_rl.rewards.messages import receive_message, send_message
-from hybrid_rl.rewards.process_tree import (
-    KILL_TIMEOUT_S,
-    descendants,
-    is_stopped,
-    kill_descendants,
-    kill_marked,
-    resident_bytes,
-)
 from hybrid_rl.rewards.returned import Returned, unpack
+from hybrid_rl.rewards.signatures import LoadedFunction
 from hybrid_rl.serialization import encode
 
 if TYPE_CHECKING:
@@ -79,6 +75,19 @@ class WorkerSettings:
     """Column of the rows that became the answer of the prompt."""
 
 
+def _kill_what_outlives(supervisor_id: int, mark: str) -> None:
+    """Let a thread kill what a worker has started where its supervisor is killed, which leaves processes."""
+    with contextlib.suppress(OSError):  # a sandbox may forbid it; then the next use of the worker notices
+        descriptor = os.pidfd_open(supervisor_id)
+
+        def watch() -> None:
+            select.select([descriptor], [], [])  # readable once the process has ended
+            os.close(descriptor)
+            kill_marked(MARK, mark)
+
+        threading.Thread(target=watch, name="kill_what_outlives", daemon=True).start()
+
+
 class WorkerProcess:
     """One worker process and its task."""
 
@@ -92,10 +101,11 @@ class WorkerProcess:
         self._mark = uuid.uuid4().hex
         self._process, self._connection = self._start()
         self._process_id = self._process.pid
+        _kill_what_outlives(self._process_id, self._mark)
         self._is_ready = False
         self._loading = settings.names[0]  # the function that is being loaded
-        self.forms: list[tuple[str, bool]] = []
-        """For each function the title of its signature, and whether it gets several responses at once."""
+        self.functions: list[LoadedFunction] = []
+        """The functions, in the order of the settings, once they are loaded."""
         self.task: Task | None = None
         """What the process does; None while it is idle."""
         self.results: list[Result] = []
@@ -171,9 +181,9 @@ class WorkerProcess:
         now = time.monotonic()
         due = [worker for worker in workers if worker._settings.memory_limit_bytes and worker._next_look <= now]
         if due:  # one pass over all processes of the machine
-            families = descendants(*(worker._process.pid for worker in due))
-            for worker, family in zip(due, families, strict=True):
-                worker._memory_bytes, worker._next_look = resident_bytes(family), now + WATCH_S
+            for worker, family in zip(due, families([worker._process.pid for worker in due]), strict=True):
+                pids = [state.pid for state in family if state.pid != worker._process.pid]
+                worker._memory_bytes, worker._next_look = resident_bytes(pids), now + WATCH_S
 
     def submit(self, task: Task, rollouts: Sequence["Rollout"]) -> None:
         """Send a task to the idle process; its results arrive in `results`.
@@ -215,9 +225,9 @@ class WorkerProcess:
         if has_ended:
             self._lose(self._how_it_ended())
         elif time.monotonic() >= self.deadline:
-            self._lose(
-                self._how_it_was_late() + " and is stopped (SIGSTOP or a debugger)" * is_stopped(self.process_id)
-            )
+            state = read_state(self.process_id)
+            is_stopped = state is not None and state.is_stopped
+            self._lose(self._how_it_was_late() + " and is stopped (SIGSTOP or a debugger)" * is_stopped)
         elif self._settings.memory_limit_bytes and self._memory_bytes > self._settings.memory_limit_bytes:
             self._lose(f"held more than reward.memory_limit_bytes = {self._settings.memory_limit_bytes}")
 
@@ -266,8 +276,11 @@ class WorkerProcess:
                 raise ConfigError(*message["errors"])
             self._process_id = message.get("process_id", self._process_id)
             self._loading = message.get("loading", self._loading)
-            self._is_ready = "forms" in message
-            self.forms = [(str(title), bool(is_together)) for title, is_together in message.get("forms", [])]
+            self._is_ready = "functions" in message
+            try:
+                self.functions = [LoadedFunction(**fields) for fields in message.get("functions", [])]
+            except TypeError as error:
+                raise ValueError from error
             return
         assert self.task is not None
         self.results.append(message if isinstance(message, str) else unpack(message))

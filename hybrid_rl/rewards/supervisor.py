@@ -13,7 +13,7 @@ import signal
 from pathlib import Path
 from typing import NoReturn
 
-from hybrid_rl.rewards.process_tree import kill_descendants
+from hybrid_rl.processes import kill_descendants
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

@@ -16,11 +16,10 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from hybrid_rl.config import RolloutConfig
-from hybrid_rl.distributed.processes import read_state
 from hybrid_rl.engines import Sampling
 from hybrid_rl.engines.vllm.engine import VllmEngine
-from hybrid_rl.engines.vllm.processes import descendants
 from hybrid_rl.errors import EngineLostError
+from hybrid_rl.processes import families, read_state
 from hybrid_rl.weights.bucket import IpcBucket, bucket_bytes, joint_handle, plan_buckets
 from tests.conftest import tiny_config
 from tests.programs import PATHS
@@ -98,7 +97,7 @@ class Engine:
         """Close the engine; return the seconds that it takes, and check that all processes have ended."""
         start = time.monotonic()
         self.vllm.close()
-        assert descendants([self.core, *self.workers]) == []
+        assert families([self.core, *self.workers]) == [[]] * (1 + len(self.workers))
         return time.monotonic() - start
 
 
@@ -219,7 +218,7 @@ if __name__ == "__main__":
 def engine_processes_of(trainer: int) -> list[int]:
     """Return the ids of the processes that a trainer has started and that load vLLM."""
     return [
-        state.pid for state in descendants([trainer]) if "spawn_main" in text_of(Path(f"/proc/{state.pid}/cmdline"))
+        state.pid for state in families([trainer])[0] if "spawn_main" in text_of(Path(f"/proc/{state.pid}/cmdline"))
     ]
 
 
@@ -257,7 +256,7 @@ def trainer(start_trainer: Callable[..., subprocess.Popen]) -> subprocess.Popen:
 def test_a_signal_to_the_whole_group_prints_nothing_of_the_engine(start_trainer):
     trainer = start_trainer(num_workers=2)
     assert any(line == "started\n" for line in trainer.stdout)
-    engine = [state.pid for state in descendants([trainer.pid])]
+    engine = [state.pid for state in families([trainer.pid])[0]]
     assert len(engine) >= 4
     os.killpg(trainer.pid, signal.SIGTERM)
     output, _ = trainer.communicate(timeout=60)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from hybrid_rl.distributed.processes import read_state
 from hybrid_rl.engines.vllm import watch as watch_module
 from hybrid_rl.engines.vllm.folder import EngineFolder
 from hybrid_rl.engines.vllm.lifetime import FOLDER, REPORT, ignore_signals_of_others, report_ended_workers
@@ -19,6 +18,7 @@ from hybrid_rl.engines.vllm.processes import EngineProcesses, how_it_ended
 from hybrid_rl.engines.vllm.watch import EngineWatch
 from hybrid_rl.errors import EngineLostError
 from hybrid_rl.exchange import describe_error, make_error
+from hybrid_rl.processes import read_state
 
 FORK = multiprocessing.get_context("fork")
 NEVER = threading.Event().wait

@@ -9,22 +9,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 
-from hybrid_rl.distributed.processes import ProcessState, read_state
 from hybrid_rl.engines.vllm.shared_memory import mapped_shared_memory
+from hybrid_rl.processes import ProcessState, families, read_state
 
 _POLL_S = 0.05
 _SIGNALS = set(signal.Signals)
 _KILL_LIMIT_S = 10.0
 """Time in which the kernel ends a process that was killed, unless the process waits for a disk or a driver."""
-
-
-def descendants(pids: Sequence[int]) -> list[ProcessState]:
-    """Return the processes with these ids and all that they have started, as far as they run."""
-    states = [state for name in os.listdir("/proc") if name.isdigit() and (state := read_state(int(name)))]
-    found = [state for state in states if state.pid in pids]
-    for parent in found:
-        found += [state for state in states if state.parent == parent.pid and state not in found]
-    return [state for state in found if not state.has_ended]
 
 
 def how_it_ended(exit_code: int | None) -> str:
@@ -92,7 +83,9 @@ class EngineProcesses:
     def running(self) -> list[ProcessState]:
         """Return the processes that run, with all that they have started, the core process first."""
         workers = [pid for pid, started in self._workers.items() if _runs(pid, started)]
-        return descendants([*(core.pid or 0 for core in self.cores if core.exitcode is None), *workers])
+        cores = [core.pid or 0 for core in self.cores if core.exitcode is None]
+        found = {state.pid: state for family in families([*cores, *workers]) for state in family}
+        return list(found.values())
 
     def shared_memory(self) -> set[str]:
         """Return the names of the blocks of shared memory that the processes use among themselves."""
