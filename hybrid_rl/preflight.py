@@ -95,14 +95,19 @@ class Prepared:
     data: Data
     shapes: Shapes
     plan: Plan
-    aliases_weights: bool
-    """Whether the rollout engine's parameters are views of the trainer's."""
+    why_copies: str
+    """Why the rollout engine gets copies of the trainer's weights; empty if its parameters are views of them."""
     start: Start
     """How the run starts from what lies in its folder."""
     folder: RunFolder | None
     """The run's folder, locked; None for a run that is only checked."""
     state: dict[str, Any]
     """State of the checkpoint that it continues from, with the number of finished steps as `step`."""
+
+    @property
+    def aliases_weights(self) -> bool:
+        """Whether the rollout engine's parameters are views of the trainer's."""
+        return not self.why_copies
 
 
 class Checks(Findings):
@@ -173,22 +178,22 @@ def _prepare_in(folder: RunFolder | None, config: Config, site: Site, checks: Ch
         data = checks.run(lambda: load_data(config, site.world))
     shapes = checks.run(lambda: read_shapes(config))
     plan = checks.run(lambda: plan_run(config, shapes, site.machine, is_cpu=site.is_cpu)) if shapes else None
-    is_aliased = checks.run(lambda: _aliases_weights(config, shapes, site)) if shapes else None
+    why_copies = checks.run(lambda: _why_copies(config, shapes, site)) if shapes else None
     if shapes and plan:
-        _check_engines(checks, config, shapes, plan, site, is_aliased=bool(is_aliased))
+        _check_engines(checks, config, shapes, plan, site, is_aliased=why_copies == "")
     start = checks.run(lambda: _find_start(config, data, site.world))
     if shapes and plan and site.checks_node:
-        _check_memory(checks, config, shapes, plan, site, is_aliased=bool(is_aliased))
+        _check_memory(checks, config, shapes, plan, site, is_aliased=why_copies == "")
         if site.world.is_main:
             checks.run(lambda: _check_disk(config, shapes, site, start[0] if start else None))
     raise_together(checks, site.world)
-    assert data and shapes and plan and start and is_aliased is not None
+    assert data and shapes and plan and start and why_copies is not None
     return Prepared(
         config=plan.sized(config),
         data=data,
         shapes=shapes,
         plan=plan,
-        aliases_weights=is_aliased,
+        why_copies=why_copies,
         start=start[0],
         folder=folder,
         state=start[1],
@@ -293,21 +298,19 @@ def _check_offload(config: Config, plan: Plan, device: torch.device) -> None:
     )
 
 
-def _aliases_weights(config: Config, shapes: Shapes, site: Site) -> bool:
-    """Return whether the rollout engine's parameters are views of the trainer's.
+def _why_copies(config: Config, shapes: Shapes, site: Site) -> str:
+    """Return why the rollout engine gets copies of the trainer's weights; "" if its parameters are views of them.
 
     Raises:
         ConfigError: sync.mode = alias, and a rule forbids it.
     """
     if config.sync.mode == "copy":
-        return False
+        return "sync.mode = copy"
     dtype = choose_dtype(config.models.dtype, site.world.device)
     tensors = [(name, shape, dtype) for name, shape in shapes.actor.tensors]
     obstacle = why_not_alias(config, architecture=shapes.actor.architecture, tensors=tensors)
     check(obstacle is None or config.sync.mode == "auto", f"sync.mode = alias: {obstacle}")
-    if obstacle and site.world.is_main:
-        logger.warning("the engine gets copies of the trainer's weights: %s", obstacle)
-    return obstacle is None
+    return obstacle or ""
 
 
 def _find_start(config: Config, data: Data | None, world: World) -> tuple[Start, dict[str, Any]]:

@@ -7,6 +7,7 @@ import torch
 
 from hybrid_rl.config import Config, check
 from hybrid_rl.distributed import World
+from hybrid_rl.first_lines import run_lines
 from hybrid_rl.machine.environment import check_environment
 from hybrid_rl.memory.device import available_bytes
 from hybrid_rl.planning.plan import GIB, Machine
@@ -128,7 +129,7 @@ def describe(prepared: Prepared, site: Site) -> list[str]:
         "settings, models, data and machine: no mistakes" if site.is_here else "settings, models and data: no mistakes",
         f"ranks: {machine.num_ranks}, with a {kind} each; nodes: {machine.num_nodes}",
         *data.lines,
+        *run_lines(prepared, site.world.device),
         f"memory: {plan.peak(phase) / GIB:.1f} GiB of each {kind} in {phase.value}, the fullest phase",
-        f"weight sync: {'shared weights' if prepared.aliases_weights else 'copies'}",
         f"start: {checkpoint or 'step 1'}",
     ]

@@ -23,6 +23,8 @@ class ModelChoice:
     """The model on the meta device, without weights."""
     head: nn.Module
     """Its linear head."""
+    dtype: torch.dtype
+    """Data type of its parameters."""
     attention: str
     """Attention implementation, see models.attention."""
     is_padded: bool
@@ -31,9 +33,10 @@ class ModelChoice:
     """Whether Liger's kernels replace its layers."""
 
     def __str__(self) -> str:
+        name, dtype = type(self.model).__name__, str(self.dtype).removeprefix("torch.")
         layout = ", padded" if self.is_padded else ""
-        layers = "Liger" if self.has_liger else "transformers"
-        return f"{type(self.model).__name__}, attention {self.attention}{layout}, layers {layers}"
+        layers = "fused layers of Liger" if self.has_liger else "no fused layers"
+        return f"{name} in {dtype}, attention {self.attention}{layout}, {layers}"
 
 
 def choose_model(
@@ -65,4 +68,6 @@ def choose_model(
         check(config.attention == "auto", f"models.attention = varlen: {field}: {name} runs padded; use sdpa or auto")
         attention = "sdpa" if model_class._supports_sdpa else "eager"
     has_liger = uses_liger(config.fused_layers, model_config.model_type, is_half_on_gpu=is_half_on_gpu)
-    return ModelChoice(model=model, head=head, attention=attention, is_padded=is_padded, has_liger=has_liger)
+    return ModelChoice(
+        model=model, head=head, dtype=dtype, attention=attention, is_padded=is_padded, has_liger=has_liger
+    )

@@ -149,14 +149,16 @@ def build_on_meta(
     return model, model.get_output_embeddings() if is_policy else find_value_head(model)[1]
 
 
-def find_value_head(model: Any) -> tuple[str, nn.Module | None]:
+def find_value_head(model: Any) -> tuple[str, Any]:
     """Return name and module of a sequence classifier's head, which reads the last hidden state; "" and None without.
 
     transformers calls it `score` in most classes. In the others it is the one linear layer beside the base model, if
-    no further layer lies between the two.
+    no further layer lies between the two, such as the pooler of an encoder.
     """
     if type(getattr(model, "score", None)) is nn.Linear:
         return "score", model.score
+    if getattr(model.base_model, "pooler", None) is not None:
+        return "", None
     others = [
         (name, module)
         for name, module in model.named_children()

@@ -49,7 +49,7 @@ class HeadTensors:
 
 
 def find_head(
-    tensors: Mapping[str, Tensor], unused: Iterable[str], config: PretrainedConfig, *, where: str
+    tensors: Mapping[str, Tensor], unused: Iterable[str], config: PretrainedConfig, *, width: int, where: str
 ) -> HeadTensors | None:
     """Return the tensors of a value model's head among those that the model does not take; None if there are none.
 
@@ -57,12 +57,12 @@ def find_head(
         tensors: name -> tensor of the folder, which may have no data.
         unused: names of the tensors that the model does not take.
         config: of the model.
+        width: size of the hidden states that the head reads.
         where: setting and folder, for messages.
     Raises:
         ConfigError: config.json names a head that is not there; or several tensors could be the head.
     """
     free = {name: tuple(tensors[name].shape) for name in unused if name in tensors}
-    width = config.get_text_config().hidden_size
     heads = {name.removesuffix(".weight"): name for name, shape in free.items() if shape == (1, width)}
     named = getattr(config, PREFIX_KEY, None)
     if named is not None and named != "score":

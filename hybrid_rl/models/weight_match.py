@@ -124,8 +124,8 @@ def check_match(
     unexpected = [n for n in unexpected if n not in difference.unused and n not in used]
     _check_no_difference(model, where, missing, unexpected, info["mismatched_keys"], tensors.others)
     if difference.new:
-        head, width = find_value_head(model)[0], model.config.get_text_config().hidden_size
-        lacks = f"holds no trained `{head}` head, and no tensor of shape [1, {width}] under another name"
+        name, head = find_value_head(model)
+        lacks = f"holds no trained `{name}` head, and no tensor of shape [1, {head.in_features}] under another name"
         check(new_head, f"{where}: the folder {lacks}, so it cannot score responses")
         check(
             not promises_head(model.config),
@@ -142,10 +142,11 @@ def _head_difference(
     new = [n for n in missing if _is_of_head(model, n)]
     unused = _language_model_head(model.config, unexpected) if unexpected else []
     free = [n for n in unexpected if n not in unused]
+    name, module = find_value_head(model)
     if new:
-        head = find_head(tensors.floats, free, model.config, where=where)
+        head = find_head(tensors.floats, free, model.config, width=module.in_features, where=where)
     else:
-        head = own_bias(find_value_head(model)[0], tensors.floats, free)
+        head = own_bias(name, tensors.floats, free)
     return Difference(new=[] if head else new, head=head, unused=unused)
 
 
