@@ -78,8 +78,8 @@ def with_rows(config: Config, rows: Any, *, setting: str, name: str) -> Config:
     prompts, field = config.prompts, setting.partition(".")[2]
     check(not getattr(prompts, field), f"{setting} and {name} both give data: remove one of them")
     path = write_rows(rows, Path(config.run.dir).expanduser() / f"{config.run.name}.{name}", name)
-    columns = {"prompt_column": prompts.prompt_column, "answer_column": prompts.answer_column}
-    is_plain = prompts.format == "plain" or (prompts.format == "auto" and recognise(rows[0], **columns) == "plain")
+    name_of_format = recognise(dict(rows[0]), prompt_column=prompts.prompt_column, answer_column=prompts.answer_column)
+    is_plain = "plain" in (prompts.format, name_of_format if prompts.format == "auto" else None)
     has_answers = not is_plain or "answer" in rows[0] or prompts.answer_column != "answer"
     answer_column = prompts.answer_column if has_answers else None
     return with_settings(config, {setting: str(path), "prompts.answer_column": answer_column})

@@ -117,6 +117,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"reward.weights": [1.0, 2.0]}, "reward.weights has 2 values, reward.functions 1: one each"),
     ({"reward.weights": []}, "reward.weights has 0 values, reward.functions 1: one each"),
+    (
+        {"reward.gates": ["think_format"]},
+        "reward.gates = ['think_format']: ['think_format'] must be a function of reward.functions",
+    ),
     *[
         ({"advantage.estimator": e}, f"rollout.group_size = 1: advantage.estimator = {e} needs 2 or more")
         for e in ("grpo", "rloo", "dr_grpo", "opo", "reinforce_pp_baseline")
@@ -134,6 +138,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
         )
         for name in ("critic_lambda", "length_adaptive_alpha")
     ],
+    (
+        {"advantage.estimator": "reinforce_pp", "advantage.credit": "turn"},
+        "advantage.credit = turn: needs advantage.estimator = grpo or rloo or dr_grpo or opo or reinforce_pp_baseline",
+    ),
     *[
         (
             {"update.dual_clip": 3.0, "update.policy_loss": loss},
@@ -230,10 +238,6 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"update.clip_low": 1.0}, "update.clip_low = 1.0: must be below 1 unless update.policy_loss = cispo"),
     (
-        {"update.zero_stage": 0, "memory.swap": "deepspeed"},
-        "memory.swap = deepspeed: DeepSpeed cannot offload update.zero_stage = 0; use 1 to 3, or swap = vmm or off",
-    ),
-    (
         {"run.eval_temperature": 0.005},
         "run.eval_temperature = 0.005: must be 0, which is greedy, or at least 0.01",
     ),
@@ -265,6 +269,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
     (
         {"reward.by_source": {"mine": [3]}, "reward.functions": ["by_source"]},
         "reward.by_source: mine = [3]: must be a rule function, or a list of them",
+    ),
+    (
+        {"update.zero_stage": 0, "memory.swap": "deepspeed"},
+        "memory.swap = deepspeed: DeepSpeed cannot offload update.zero_stage = 0; use 1 to 3, or swap = vmm or off",
     ),
 ]
 
@@ -302,13 +310,13 @@ def test_a_broken_rule_is_named_in_one_sentence(changes, sentence):
         {"update.zero_stage": 0, "memory.swap": "off"},
         {"update.tensor_parallel_size": 1, "update.zero_stage": 3, "update.sequence_parallel_size": 4},
         {"rollout.rollout_batch_size": 16, "rollout.group_size": 8},
-    ],
-    ids=str,
-)
-def test_values_on_the_boundary_are_allowed(changes):
         {"run.eval_temperature": 0.01, "run.eval_top_p": 0.5},
         {"run.eval_samples": 4, "run.eval_pass_at": [1, 4], "run.eval_top_p": 0.9},
         {"run.eval_target": "y", "prompts.eval_path": {"y": "a", "z": "b"}},
         {"reward.by_source": {"mine": ["math", "think_format"]}, "run.eval_function": "by_source"},
+    ],
+    ids=str,
+)
+def test_values_on_the_boundary_are_allowed(changes):
     config = change(VALID_CONFIG, changes)
     assert validate(config) is config

@@ -157,6 +157,9 @@ def _make_scorers(config: Config, read: _Read, findings: Findings) -> tuple[Scor
         answer_column=config.prompts.answer_column,
     )
     scorer = findings.run(lambda: _make_scorer(config, read.training or [], make))
+    if scorer:
+        prompts = [prompt for each in read.training or [] for prompt in each.prompts]
+        findings.run(lambda: scorer.check_columns(prompts))
     is_named = config.run.eval_function is not None or not reward.functions
     # Otherwise it is one of the training functions, whose faults are found already.
     evaluated = list((read.evaluation or {}).values())

@@ -5,10 +5,11 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybrid_rl.config import ConfigError, check
 from hybrid_rl.rewards.http_request import MAX_ANSWER_BYTES, Answer
+from hybrid_rl.rewards.returned import FILTER_KEY, LOGS_KEY, Returned, extra_value, split_batch
 
 if TYPE_CHECKING:
     from hybrid_rl.batch import Rollout
@@ -57,7 +58,7 @@ def retry_after_s(answer: Answer) -> float:
     return min(max(pause_s, 0.0), MAX_RETRY_AFTER_S)
 
 
-def read_scores(answer: Answer, part: Sequence["Rollout"], url: str) -> list[float]:
+def read_scores(answer: Answer, part: Sequence["Rollout"], url: str) -> list[Returned]:
     """Return the scores in a service's answer to a request for `part`.
 
     Raises:
@@ -69,17 +70,38 @@ def read_scores(answer: Answer, part: Sequence["Rollout"], url: str) -> list[flo
         content = json.loads(answer.body)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: the answer is not JSON: {first_line(answer)}") from error
-    rewards = content.get("rewards", content.get("scores")) if isinstance(content, dict) else None
+    content = content if isinstance(content, dict) else {"": content}
+    scores = content.get(FILTER_KEY)
+    rewards = content.get("rewards", scores)
     if not isinstance(rewards, list):
-        shown = _shown(content, answer)
+        shown = _shown(content.get("", content), answer)
         raise ConfigError(f"{where}: the answer has no list under 'rewards' or 'scores': {shown}")
     check(len(rewards) == len(part), f"{where}: {len(rewards)} rewards for {len(part)} responses")
-    for reward, rollout in zip(rewards, part, strict=True):
-        if not _is_finite_number(reward):
-            shown = _shown(reward, answer)
-            reward_of = f"reward.remote_urls: {url}: the reward of {name_of(rollout)}"
-            raise ConfigError(f"{reward_of} is {shown}: must be a finite number")
-    return [float(reward) for reward in rewards]
+    _check_numbers(rewards, "reward", answer, part, url)
+    filtered: Sequence[Any] = [None] * len(part)
+    if isinstance(scores, list) and scores is not rewards:
+        check(len(scores) == len(part), f"{where}: {len(scores)} scores for {len(part)} responses")
+        _check_numbers(scores, "score", answer, part, url)
+        filtered = scores
+    logs = content.get(LOGS_KEY)
+    extras = split_batch(logs if isinstance(logs, dict) else {}, len(part))
+    return [
+        Returned(
+            score=float(reward),
+            filter_score=None if score is None else float(score),
+            extras={name: extra_value(answer.hide(v) if isinstance(v, str) else v) for name, v in extra.items()},
+        )
+        for reward, score, extra in zip(rewards, filtered, extras, strict=True)
+    ]
+
+
+def _check_numbers(values: Sequence[Any], what: str, answer: Answer, part: Sequence["Rollout"], url: str) -> None:
+    for value, rollout in zip(values, part, strict=True):
+        shown = "" if _is_finite_number(value) else _shown(value, answer)
+        check(
+            not shown,
+            f"reward.remote_urls: {url}: the {what} of {name_of(rollout)} is {shown}: must be a finite number",
+        )
 
 
 def _is_finite_number(value: object) -> bool:

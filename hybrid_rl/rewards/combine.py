@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hybrid_rl.batch import Rollout
 from hybrid_rl.config import check
-from hybrid_rl.rewards.pool import ScoreResult
 from hybrid_rl.rewards.returned import Returned
 
 TokenEnds = Callable[[Rollout], Sequence[int]]
@@ -62,30 +61,32 @@ class Weighing:
         return part.nan_to_num(nan=otherwise, posinf=math.inf, neginf=-math.inf) if name in self.optional else part
 
 
-def filter_parts(result: ScoreResult) -> dict[str, Tensor]:
-    """Return function -> [B] float64, its scores for dynamic filtering; of the functions that give such scores."""
+def filter_parts(returned: Mapping[str, Sequence[Returned]]) -> dict[str, Tensor]:
+    """Return source -> [B] float64, its scores for dynamic filtering; of the sources that give such scores."""
     found = {}
-    for name, column in result.returned.items():
+    for name, column in returned.items():
         if any(one.filter_score is not None for one in column):
             scores = [one.score if one.filter_score is None else one.filter_score for one in column]
             found[name] = torch.tensor([math.nan if score is None else score for score in scores], dtype=torch.float64)
     return found
 
 
-def extra_values(result: ScoreResult) -> tuple[dict[str, Tensor], list[dict[str, str]]]:
-    """Return `function/name` -> [B] float64 of the numbers that functions give besides scores, and each row's texts.
+def extra_values(
+    returned: Mapping[str, Sequence[Returned]], num_responses: int
+) -> tuple[dict[str, Tensor], list[dict[str, str]]]:
+    """Return `source/name` -> [B] float64 of the numbers that sources give besides scores, and each response's texts.
 
-    NaN stands where a function does not give the value.
+    NaN stands where a source does not give the value.
     """
-    texts: list[dict[str, str]] = [{} for _ in next(iter(result.returned.values()), [])]
+    texts: list[dict[str, str]] = [{} for _ in range(num_responses)]
     columns: dict[str, list[float]] = {}
-    for function, column in result.returned.items():
+    for source, column in returned.items():
         for row, one in enumerate(column):
             for name, value in one.extras.items():
                 if isinstance(value, str):
-                    texts[row][f"{function}/{name}"] = value
+                    texts[row][f"{source}/{name}"] = value
                 else:
-                    columns.setdefault(f"{function}/{name}", [math.nan] * len(column))[row] = value
+                    columns.setdefault(f"{source}/{name}", [math.nan] * len(column))[row] = value
     return {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}, texts
 
 

@@ -13,7 +13,16 @@ from hybrid_rl.config import ConfigError, check
 from hybrid_rl.rewards.given import GIVEN, PREFIX, restore
 from hybrid_rl.rewards.reward_files import RewardFiles, RewardFolder, package_root
 from hybrid_rl.rewards.rules import FUNCTIONS, PREPARATIONS
-from hybrid_rl.rewards.signatures import OWN, Call, Form, arguments_for, is_async, recognise
+from hybrid_rl.rewards.signatures import (
+    OWN,
+    Call,
+    Form,
+    LoadedFunction,
+    arguments_for,
+    is_async,
+    recognise,
+    required_columns,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +43,11 @@ class RuleFunction:
     def runs_together(self) -> bool:
         """Whether the function gets several responses at once."""
         return self.form.is_batched or self.is_async
+
+    def described(self) -> LoadedFunction:
+        """Return what a pool knows of the function."""
+        columns = tuple(required_columns(self.scorer, self.form))
+        return LoadedFunction(title=self.form.title, runs_together=self.runs_together, columns=columns)
 
     def __call__(self, call: Call) -> object:
         """Return what the function returns; an awaitable if it is asynchronous.

@@ -106,7 +106,7 @@ class ScorerPool:
         except BaseException:
             self.close()
             raise
-        self._forms = self._workers[0].forms
+        self._functions = self._workers[0].functions
 
     @property
     def weights(self) -> dict[str, float]:
@@ -116,7 +116,26 @@ class ScorerPool:
     @property
     def signatures(self) -> dict[str, str]:
         """Function -> the title of its signature."""
-        return {name: title for name, (title, _) in zip(self._names, self._forms, strict=True)}
+        return {name: found.title for name, found in zip(self._names, self._functions, strict=True)}
+
+    def check_columns(self, prompts: Sequence["Prompt"]) -> None:
+        """Check that the rows of the prompts have all columns that the functions ask for.
+
+        Raises:
+            ConfigError: a row lacks a column; one sentence for each function and column.
+        """
+        findings = Findings()
+        for name, function in zip(self._names, self._functions, strict=True):
+            applied = [p for p in prompts if self._applies is None or name in self._applies(p)]
+            for column in function.columns:
+                is_answer = column in ("answer", self._settings.answer_column)
+                row = next((p for p in applied if column not in p.metadata and not (is_answer and p.answer)), None)
+                if row is not None:
+                    findings.messages.append(
+                        f"{self._settings.field}: '{name}' has the parameter {column}, which is no column of row "
+                        f"{row.prompt_id}; its columns: {', '.join(row.metadata) or 'none'}"
+                    )
+        findings.raise_any()
 
     def score(self, rollouts: Sequence["Rollout"]) -> ScoreResult:
         """Return the scores of B responses.
@@ -139,10 +158,8 @@ class ScorerPool:
             first = next(iter(failures.values()))
             logger.warning("%d of %d responses have a failed score: %s", len(failures), len(rollouts), first)
 
-        returned = {
-            name: [Returned(score=0.0) if isinstance(r[i], str) else r[i] for r in results]
-            for i, name in enumerate(self._names)
-        }
+        columns = zip(*results, strict=True) if results else [()] * len(self._names)
+        returned = {name: list(map(_returned, column)) for name, column in zip(self._names, columns, strict=True)}
         per_function = {name: [_number(found.score) for found in column] for name, column in returned.items()}
         per_response = zip(*per_function.values(), strict=True)
         return ScoreResult(
@@ -201,10 +218,10 @@ class ScorerPool:
         for row, rollout in enumerate(rollouts):
             names = self._names if self._applies is None else self._applies(rollout.prompt)
             applied = [number for number, name in enumerate(self._names) if name in names]
-            alone = [number for number in applied if not self._forms[number][1]]
+            alone = [number for number in applied if not self._functions[number].runs_together]
             if alone:
                 yield Task(rows=[row], functions=alone)
-            batched = tuple(number for number in applied if self._forms[number][1])
+            batched = tuple(number for number in applied if self._functions[number].runs_together)
             if batched:
                 together.setdefault(batched, {}).setdefault(rollout.prompt.prompt_id, []).append(row)
         for functions, groups in together.items():
@@ -241,6 +258,10 @@ def _check_names(names: Sequence[str], field: str) -> None:
 
 def _failed(results: Sequence[Result]) -> bool:
     return any(isinstance(result, str) for result in results)
+
+
+def _returned(result: Result) -> Returned:
+    return Returned(score=0.0) if isinstance(result, str) else result
 
 
 def _number(score: float | None) -> float:

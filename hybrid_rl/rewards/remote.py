@@ -2,7 +2,8 @@
 
 A request is a POST of `{"query": [prompt + response], "prompts": [...], "responses": [...], "labels": [answer, null]}`.
 Text that the chat template writes in the model's name, such as `<think>`, begins the response and does not end the
-prompt. Its answer is `{"rewards": [number per response]}`, or `{"scores": [number per response]}`.
+prompt. Its answer is `{"rewards": [number per response]}`, or `{"scores": [number per response]}`. With both keys, the
+scores decide which groups dynamic filtering keeps. `extra_logs`, a dictionary of numbers or lists of them, is logged.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from hybrid_rl.errors import RewardLostError
 from hybrid_rl.rewards.answers import check_is_temporary, first_line, name_of, read_scores, retry_after_s
 from hybrid_rl.rewards.headers import SecretHeaders
 from hybrid_rl.rewards.http_request import Answer, NoAnswerError, open_session, post, run_coroutine
+from hybrid_rl.rewards.returned import Returned
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
@@ -70,8 +72,8 @@ class RemoteScorer:
         self._stall_timeout_s, self._headers = stall_timeout_s, found
         self._not_before: dict[str, float] = {}  # URL -> time (time.monotonic) until which it asked not to be called
 
-    def score(self, rollouts: Sequence["Rollout"]) -> list[float]:
-        """Return the scores of B responses, [B].
+    def score(self, rollouts: Sequence["Rollout"]) -> list[Returned]:
+        """Return the scores of B responses, and what the services give besides.
 
         Raises:
             RewardLostError: all attempts of a request failed, or took longer than stall_timeout_s.
@@ -83,7 +85,7 @@ class RemoteScorer:
         scored = run_coroutine(self._score_parts(parts)) if parts else []
         return [score for scores in scored for score in scores]
 
-    async def _score_parts(self, parts: Sequence[Sequence["Rollout"]]) -> list[list[float]]:
+    async def _score_parts(self, parts: Sequence[Sequence["Rollout"]]) -> list[list[Returned]]:
         """Return the scores of all requests, which are sent at the same time; the first error ends the others."""
         async with open_session(self._headers.values) as session:
             tasks = [asyncio.create_task(self._score_part(session, part, n)) for n, part in enumerate(parts)]
@@ -94,7 +96,7 @@ class RemoteScorer:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _score_part(self, session: "ClientSession", part: Sequence["Rollout"], first_url: int) -> list[float]:
+    async def _score_part(self, session: "ClientSession", part: Sequence["Rollout"], first_url: int) -> list[Returned]:
         """Return the scores of one request, which is sent to one service after the other until one answers."""
         body = _body(part)
         start = time.monotonic()

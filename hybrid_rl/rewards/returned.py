@@ -167,7 +167,7 @@ def _read_dictionary(
         filter_score = rest.pop(FILTER_KEY)
         filter_score = None if filter_score is None else score_of(filter_score)
     logs = rest.pop(LOGS_KEY, None) or {}
-    extras = rest | (logs if isinstance(logs, Mapping) else {LOGS_KEY: logs})
+    extras = {**rest, **(logs if isinstance(logs, Mapping) else {LOGS_KEY: logs})}
     return Returned(
         score=score,
         token_rewards=paid,

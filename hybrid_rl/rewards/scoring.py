@@ -3,9 +3,9 @@
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,10 +16,12 @@ from hybrid_rl.config import ConfigError, RewardConfig, check
 from hybrid_rl.distributed import World
 from hybrid_rl.errors import RewardLostError
 from hybrid_rl.exchange import describe_error, make_error
-from hybrid_rl.rewards import RemoteScorer, RunningNormalizer, ScoreResult, ScorerPool
+from hybrid_rl.rewards import RemoteScorer, RunningNormalizer, ScorerPool
 from hybrid_rl.rewards.answers import name_of
 from hybrid_rl.rewards.combine import TokenEnds, Weighing, extra_values, filter_parts, token_rewards
 from hybrid_rl.rewards.normalize import moments
+from hybrid_rl.rewards.returned import Returned
+from hybrid_rl.rewards.scored import Scored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,101 +38,6 @@ class RewardSources:
     """Ends of tokens in the text of a response, for functions that reward its steps."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scored:
-    """This rank's responses and their scores."""
-
-    rollouts: list[Rollout]
-    scores: Tensor
-    """[B] float64; weighted sum of all sources and rewards of an environment, before penalties, normalisation and clip:
-    all that a response is paid."""
-    parts: dict[str, Tensor]
-    """Source -> its scores [B] float64, unweighted; NaN where a function does not apply."""
-    baselines: dict[int, float] = field(default_factory=dict)
-    """Prompt id -> score of the greedy response, for ReMax."""
-    failed: frozenset[int] = frozenset()
-    """Sequence ids of the responses for which a function failed, and counts as 0."""
-    token_rewards: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
-    """Sequence id -> position in response_ids and amount of each part of the score that is paid at a sampled token. The
-    rest of the score is paid at the last sampled token."""
-    filter_scores: Tensor | None = None
-    """[B] float64; scores for dynamic filtering where a function gives its own; None takes the scores."""
-    extras: dict[str, Tensor] = field(default_factory=dict)
-    """`function/name` -> [B] float64, further values of functions; NaN where a function gives none."""
-    texts: dict[int, dict[str, str]] = field(default_factory=dict)
-    """Sequence id -> `function/name` -> further texts of functions."""
-
-    def select(self, rows: Sequence[int]) -> "Scored":
-        """Return some of the responses."""
-        index = torch.tensor(rows, dtype=torch.int64)
-        rollouts = [self.rollouts[row] for row in rows]
-        ids = {rollout.sequence_id for rollout in rollouts}
-        return replace(
-            self,
-            rollouts=rollouts,
-            failed=self.failed & ids,
-            token_rewards={i: rewards for i, rewards in self.token_rewards.items() if i in ids},
-            scores=self.scores[index],
-            parts={name: part[index] for name, part in self.parts.items()},
-            filter_scores=None if self.filter_scores is None else self.filter_scores[index],
-            extras={name: values[index] for name, values in self.extras.items()},
-            texts={i: texts for i, texts in self.texts.items() if i in ids},
-        )
-
-    def __add__(self, other: "Scored") -> "Scored":
-        return Scored(
-            rollouts=self.rollouts + other.rollouts,
-            scores=torch.cat([self.scores, other.scores]),
-            parts=self._joined(other, "parts"),
-            baselines=self.baselines | other.baselines,
-            failed=self.failed | other.failed,
-            token_rewards=self.token_rewards | other.token_rewards,
-            filter_scores=self._joined_filter_scores(other),
-            extras=self._joined(other, "extras"),
-            texts=self.texts | other.texts,
-        )
-
-    def _joined(self, other: "Scored", name: str) -> dict[str, Tensor]:
-        """Return the columns of both, with NaN where only one has a column."""
-        columns, further = getattr(self, name), getattr(other, name)
-        empty, further_empty = (torch.full_like(scored.scores, torch.nan) for scored in (self, other))
-        names = dict.fromkeys([*columns, *further])
-        return {n: torch.cat([columns.get(n, empty), further.get(n, further_empty)]) for n in names}
-
-    def _joined_filter_scores(self, other: "Scored") -> Tensor | None:
-        if self.filter_scores is None and other.filter_scores is None:
-            return None
-        return torch.cat([self.filtered_scores, other.filtered_scores])
-
-    @property
-    def filtered_scores(self) -> Tensor:
-        """[B] float64; the scores that dynamic filtering looks at."""
-        return self.scores if self.filter_scores is None else self.filter_scores
-
-    @property
-    def sums(self) -> dict[str, float]:
-        """Sums over the responses of scores, of parts and of further values where there are any; number of failures."""
-        sums = {f"reward/{name}": float(values.nansum()) for name, values in (self.parts | self.extras).items()}
-        return sums | {"reward/score": float(self.scores.sum()), "reward/num_failed": float(len(self.failed))}
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Number of responses that each part and further value exists for, by the names of `sums`."""
-        return {f"reward/{name}": int((~v.isnan()).sum()) for name, v in (self.parts | self.extras).items()}
-
-    @property
-    def details(self) -> list[dict[str, dict[str, float | str]]]:
-        """For each response the scores of the sources and the further values, where they exist."""
-        found: list[dict[str, dict[str, float | str]]] = []
-        for row, rollout in enumerate(self.rollouts):
-            scores, extras = (
-                {name: value for name, column in columns.items() if not math.isnan(value := float(column[row]))}
-                for columns in (self.parts, self.extras)
-            )
-            found.append({"scores": {**scores}, "extras": {**extras, **self.texts.get(rollout.sequence_id, {})}})
-        return found
-
-
 def score_responses(rollouts: Sequence[Rollout], sources: RewardSources, config: RewardConfig) -> Scored:
     """Return the responses with their scores: model_weight * model + remote_weight * remote + weighted functions.
 
@@ -142,37 +49,43 @@ def score_responses(rollouts: Sequence[Rollout], sources: RewardSources, config:
             reward.on_error is raise; names its prompt.
         RewardLostError: a service or a scorer process is lost.
     """
-    parts = dict[str, Tensor]()
+    parts, returned = dict[str, Tensor](), dict[str, list[Returned]]()
     if sources.model is not None:
         parts["model"] = sources.model(rollouts).double()
-    if sources.remote is not None:
-        parts["remote"] = torch.tensor(sources.remote.score(rollouts), dtype=torch.float64)
     if any(rollout.turns for rollout in rollouts):
         totals = [math.fsum(turn.reward for turn in rollout.turns) for rollout in rollouts]
         parts["environment"] = torch.tensor(totals, dtype=torch.float64)
+    if sources.remote is not None:
+        returned["remote"] = sources.remote.score(rollouts)
+    result = sources.functions.score(rollouts) if sources.functions else None
+    function_weights = sources.functions.weights if sources.functions else {}
+    returned |= result.returned if result else {}
+    parts |= {name: _column([one.score for one in column]) for name, column in returned.items()}
+    if not parts:  # a rank without responses
+        return Scored(rollouts=list(rollouts), scores=torch.zeros(len(rollouts), dtype=torch.float64), parts={})
     weights = {"model": config.model_weight, "remote": config.remote_weight, "environment": 1.0}
-    if sources.functions is None:
-        return _scored(rollouts, parts, Weighing(weights=weights))
-    result, function_weights = sources.functions.score(rollouts), sources.functions.weights
-    parts |= {name: torch.tensor(values, dtype=torch.float64) for name, values in result.per_function.items()}
     weighing = Weighing(weights=weights | function_weights, gates=config.gates, optional=function_weights)
     scored = _scored(rollouts, parts, weighing)
-    extras, texts = extra_values(result)
-    filtered = filter_parts(result)
-    unscored = _unscored(rollouts, parts, weighing, config)
+    (extras, texts), filtered = extra_values(returned, len(rollouts)), filter_parts(returned)
+    failed = frozenset(rollouts[row].sequence_id for row in (result.failures if result else ()))
     return replace(
         scored,
-        failed=frozenset(rollouts[row].sequence_id for row in result.failures) | unscored,
-        token_rewards=_paid_at_tokens(scored, result, weighing, sources.token_ends),
+        failed=failed | _unscored(rollouts, parts, weighing, config),
+        token_rewards=_paid_at_tokens(scored, returned, weighing, sources.token_ends),
         filter_scores=weighing.score(parts | filtered) if filtered else None,
         extras=extras,
         texts={rollout.sequence_id: found for rollout, found in zip(rollouts, texts, strict=True) if found},
     )
 
 
+def _column(scores: Sequence[float | None]) -> Tensor:
+    """Return scores as [B] float64, with NaN for None."""
+    return torch.tensor([math.nan if score is None else score for score in scores], dtype=torch.float64)
+
+
 def _scored(rollouts: Sequence[Rollout], parts: dict[str, Tensor], weighing: Weighing) -> Scored:
     """Return responses with their scores, of which the environment pays its own at the ends of turns."""
-    scores = weighing.score(parts) if parts else torch.zeros(len(rollouts), dtype=torch.float64)
+    scores = weighing.score(parts)
     for row in (~scores.float().isfinite()).nonzero().flatten().tolist():
         unweighted = ", ".join(f"{name} {float(part[row]):g}" for name, part in parts.items())
         raise ConfigError(
@@ -184,15 +97,16 @@ def _scored(rollouts: Sequence[Rollout], parts: dict[str, Tensor], weighing: Wei
 
 
 def _paid_at_tokens(
-    scored: Scored, result: ScoreResult, weighing: Weighing, ends: TokenEnds | None
+    scored: Scored, given: Mapping[str, Sequence[Returned]], weighing: Weighing, ends: TokenEnds | None
 ) -> dict[int, list[tuple[int, float]]]:
     """Return Scored.token_rewards: what the environment and the functions pay at tokens, after weights and gates."""
-    factors, found = weighing.gate_factor(scored.parts).tolist(), {}
+    factors = weighing.gate_factor(scored.parts).tolist()
+    found = dict[int, list[tuple[int, float]]]()
     for row, rollout in enumerate(scored.rollouts):
         paid = [(place, amount * factors[row]) for place, amount in scored.token_rewards.get(rollout.sequence_id, [])]
         returned = [
             (weighing.weights[name] * (1.0 if name in weighing.gates else factors[row]), column[row])
-            for name, column in result.returned.items()
+            for name, column in given.items()
         ]
         paid += token_rewards(rollout, returned, ends)
         found |= {rollout.sequence_id: paid} if paid else {}

@@ -67,6 +67,18 @@ class Form:
     """Keys of a returned dictionary under which the first one found holds the score."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoadedFunction:
+    """What a pool knows of a function that its processes have loaded."""
+
+    title: str
+    """Title of its form."""
+    runs_together: bool
+    """Whether it gets several responses at once."""
+    columns: tuple[str, ...] = ()
+    """Columns of the data without which it cannot be called."""
+
+
 def _own(call: Call) -> Mapping[str, Any]:
     (sample,) = call.samples
     return {"prompt": sample.prompt, "response": sample.response, "response_ids": list(sample.response_ids)}
@@ -263,13 +275,21 @@ def arguments_for(scorer: Any, form: Form, call: Call) -> tuple[list[Any], dict[
         parameters = list(inspect.signature(scorer).parameters.values())
     except (TypeError, ValueError):
         return by_position, {}
-    missing = [p.name for p in parameters if form.takes_columns and _is_required(p) and p.name not in given]
+    missing = [name for name in required_columns(scorer, form) if name not in given]
     if missing:
         columns = ", ".join(name for name in given if name not in form.named) or "none"
         raise ValueError(f"its parameter {missing[0]!r} is no column of the data, whose columns are: {columns}")
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     names = {p.name for p in parameters}
     return by_position, {name: value for name, value in given.items() if takes_all or name in names}
+
+
+def required_columns(scorer: Any, form: Form) -> list[str]:
+    """Return the columns of the data without which a function cannot be called."""
+    if not form.takes_columns:
+        return []
+    parameters = inspect.signature(scorer).parameters.values()
+    return [p.name for p in parameters if _is_required(p) and p.name not in form.named]
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:

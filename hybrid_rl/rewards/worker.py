@@ -3,7 +3,7 @@
 A task is some functions and some responses. The pool's messages are those of hybrid_rl.serialization. A message to the
 pool is JSON, so that the pool runs no code of the user by reading it. While the functions load it is an object:
 `{"process_id": number}` at first, `{"loading": name}` before each function, then `{"errors": [message]}`, or
-`{"forms": [[title, whether it gets several responses at once]]}` when all of them are loaded. Afterwards a number or an
+`{"functions": [what the pool knows of each]}` when all of them are loaded. Afterwards a number or an
 object is a result, see `returned.pack`, and a string the reason for a failure.
 
 The pool kills this process at its limits, and the process's supervisor kills it when the pool's process ends.
@@ -36,7 +36,7 @@ def serve(connection: socket.socket) -> None:
     functions = _load(connection, settings)
     if functions is None:
         return
-    _send(connection, {"forms": [[function.form.title, function.runs_together] for function in functions]})
+    _send(connection, {"functions": [vars(function.described()) for function in functions]})
 
     process_id = os.getpid()
     with contextlib.closing(Caller(answer_column=settings["answer_column"])) as caller:

@@ -205,7 +205,7 @@ def check_service(rng: random.Random, folder: Path) -> None:
     url = f"http://127.0.0.1:{service.server_port}/score"
     scorer = RemoteScorer([url], timeout_s=20, retries=0, stall_timeout_s=60)
     try:
-        found: Sequence[float] | None = scorer.score(rollouts)
+        found: Sequence[float | None] | None = [returned.score for returned in scorer.score(rollouts)]
     except (RuntimeError, ConfigError) as error:
         found = None
         check_sentence(str(error), url)

@@ -8,7 +8,6 @@ import torch
 from hybrid_rl.batch import Turn
 from hybrid_rl.config import ConfigError
 from hybrid_rl.rewards.combine import Weighing, extra_values, filter_parts, sampled_positions, token_rewards
-from hybrid_rl.rewards.pool import ScoreResult
 from hybrid_rl.rewards.returned import Returned
 from tests.conftest import make_rollout
 
@@ -17,12 +16,6 @@ NAN = math.nan
 
 def column(*values):
     return torch.tensor(values, dtype=torch.float64)
-
-
-def result(**returned):
-    """Return the result of functions that give what their lists hold."""
-    scores = {name: [NAN if one.score is None else one.score for one in each] for name, each in returned.items()}
-    return ScoreResult(scores=[], per_function=scores, returned=returned, failures={})
 
 
 def test_without_gates_the_score_is_the_weighted_sum():
@@ -65,19 +58,14 @@ def test_a_nan_of_a_model_is_no_abstention():
 
 
 def test_scores_for_the_filter_replace_those_of_their_function():
-    found = filter_parts(
-        result(
-            f=[Returned(score=5.0, filter_score=1.0), Returned(score=7.0), Returned(score=None)],
-            g=[Returned(score=1.0)] * 3,
-        )
-    )
+    given = [Returned(score=5.0, filter_score=1.0), Returned(score=7.0), Returned(score=None)]
+    found = filter_parts({"f": given, "g": [Returned(score=1.0)] * 3})
     assert found.keys() == {"f"} and found["f"].tolist()[:2] == [1.0, 7.0] and found["f"][2].isnan()
 
 
 def test_further_values_are_columns_and_texts():
-    numbers, texts = extra_values(
-        result(f=[Returned(score=1.0, extras={"acc": 1.0, "pred": "7"}), Returned(score=1.0, extras={"length": 3.0})])
-    )
+    given = [Returned(score=1.0, extras={"acc": 1.0, "pred": "7"}), Returned(score=1.0, extras={"length": 3.0})]
+    numbers, texts = extra_values({"f": given}, 2)
     assert texts == [{"f/pred": "7"}, {}]
     assert {name: values.nan_to_num(-1).tolist() for name, values in numbers.items()} == {
         "f/acc": [1, -1],

@@ -158,6 +158,13 @@ def test_a_failure_of_one_response_leaves_the_others_their_scores(make_pool, nam
     assert result.scores == [1, 0, 1] and list(result.failures) == [1] and reason in result.failures[1]
 
 
+def test_a_column_that_a_function_asks_for_and_a_row_lacks_is_found_before_a_response(make_pool):
+    with make_pool("own", "trl") as pool:
+        pool.check_columns([r.prompt for r in responses("7", level=1)])
+        with pytest.raises(ConfigError, match=r"trl' has the parameter answer, which is no column of row 0; its col"):
+            pool.check_columns([r.prompt for r in responses("7", answer=None, level=1)])
+
+
 def test_functions_score_only_the_prompts_that_they_apply_to(make_pool):
     def applies(prompt):
         return [name for name in pool.signatures if name.endswith(":own") or prompt.prompt_id == 1]

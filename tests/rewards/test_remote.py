@@ -105,7 +105,7 @@ def make_scorer(urls, **settings):
 
 
 def score(urls, rollouts=ROLLOUTS, **settings):
-    return make_scorer(urls, **settings).score(rollouts)
+    return [found.score for found in make_scorer(urls, **settings).score(rollouts)]
 
 
 @pytest.mark.parametrize("key", ["rewards", "scores"])
@@ -173,7 +173,7 @@ def test_retries_follow_after_pauses_that_double(serve):
         return lengths(body) if len(times) == 4 else (503, "busy")
 
     scorer = make_scorer([serve(reply).url], retries=3, pause_s=0.1)
-    assert scorer.score(ROLLOUTS) == [1, 2, 3, 4, 5]
+    assert [found.score for found in scorer.score(ROLLOUTS)] == [1, 2, 3, 4, 5]
     pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert all(pause >= at_least for pause, at_least in zip(pauses, (0.1, 0.2, 0.4), strict=True))
 
@@ -202,6 +202,16 @@ def test_a_silent_service_times_out_and_the_next_one_answers(serve):
     over.set()
 
 
+def test_scores_beside_rewards_are_for_the_filter_and_extra_logs_are_kept(serve):
+    def reply(body):
+        logs = {"length": [len(text) for text in body["responses"]], "judge": "a"}
+        return 200, json.dumps({"rewards": [3] * 5, "scores": [0, 1, 0, 1, 0.5], "extra_logs": logs})
+
+    found = make_scorer([serve(reply).url]).score(ROLLOUTS)
+    assert [one.score for one in found] == [3] * 5 and [one.filter_score for one in found] == [0, 1, 0, 1, 0.5]
+    assert [one.extras for one in found] == [{"length": n, "judge": "a"} for n in range(1, 6)]
+
+
 @pytest.mark.parametrize(
     "text, message",
     [
@@ -224,6 +234,11 @@ def test_a_silent_service_times_out_and_the_next_one_answers(serve):
         ("{}", "no list under 'rewards' or 'scores': {}"),
         ('{"rewards": null, "scores": [1, 2, 3, 4, 5]}', "no list under 'rewards' or 'scores'"),
         ('{"rewards": []}', "0 rewards for 5 responses"),
+        ('{"rewards": [1, 2, 3, 4, 5], "scores": [1]}', "1 scores for 5 responses"),
+        (
+            '{"rewards": [1, 2, 3, 4, 5], "scores": [1, 2, 3, 4, "5"]}',
+            "the score of prompt_id 4, sequence_id 14 is '5'",
+        ),
         ('{"rewards": [1, 2, 3, 4, 5, 6]}', "6 rewards for 5 responses"),
         ('{"rewards": [[1], [2], [3], [4], [5]]}', "prompt_id 0, sequence_id 10 is [1]: must be a finite number"),
         ('{"rewards": [1, 2, {"score": 3}, 4, 5]}', "prompt_id 2, sequence_id 12 is {'score': 3}"),
