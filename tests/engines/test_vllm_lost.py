@@ -134,7 +134,7 @@ def generate_until_lost(engine: Engine) -> tuple[str, float]:
     """Generate again and again; return the sentence of EngineLostError, and the seconds until it was raised."""
     start = time.monotonic()
     with pytest.raises(EngineLostError) as info:
-        while time.monotonic() - start < 60:
+        while time.monotonic() - start < 120:
             engine.vllm.generate(PROMPTS, LONG, SEEDS)
     return str(info.value), time.monotonic() - start
 
@@ -188,7 +188,8 @@ def test_an_idle_engine_closes_when_it_is_stopped(start):
 
 @pytest.mark.parametrize("num_workers, number", [(4, signal.SIGKILL), (2, signal.SIGSTOP)], ids=["killed", "stopped"])
 def test_workers_share_the_weights_and_one_is_lost(start, num_workers, number):
-    engine = start(num_workers=num_workers, stall_timeout_s=10.0)
+    # Beside other work, five processes on two cores can be without progress for a while.
+    engine = start(num_workers=num_workers, stall_timeout_s=60.0 if number == signal.SIGKILL else 20.0)
     assert len(engine.workers) == num_workers
     engine.sync()
     lost = engine.workers[1]
@@ -196,8 +197,8 @@ def test_workers_share_the_weights_and_one_is_lost(start, num_workers, number):
     sentence, seconds = generate_until_lost(engine)
     words = "was killed by SIGKILL (exit code -9" if number == signal.SIGKILL else "is stopped"
     assert sentence.startswith(f"process {lost} of the rollout engine {words}")
-    assert seconds < 30
-    assert engine.close() < 20
+    assert seconds < 60
+    assert engine.close() < 40
 
 
 START = """

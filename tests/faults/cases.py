@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-STALL_TIMEOUT_S = 10
+STALL_TIMEOUT_S = 20
 """run.stall_timeout_s of all runs."""
 
 

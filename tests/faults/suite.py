@@ -76,13 +76,13 @@ def row_of(case: Case | FileCase, outcome: Outcome, faults: Sequence[str]) -> di
     }
 
 
-def judge(runs: FaultyRuns, case: Case | FileCase) -> tuple[Outcome, list[str]]:
+def judge(runs: FaultyRuns, case: Case | FileCase, patience: float) -> tuple[Outcome, list[str]]:
     """Run a case, and return its outcome and what is not as expected; a fault that no process met is not, either."""
     try:
         outcome = runs.run(case) if isinstance(case, Case) else runs.run_damaged(case)
     except (MissedError, EndedError, TimeoutError) as error:
         return Outcome(seconds=0.0, code=0, output="", leftovers=[], open_ports=[], differences=[]), [str(error)]
-    return outcome, faults_of(outcome, case.expected)
+    return outcome, faults_of(outcome, case.expected, patience=patience)
 
 
 def main() -> None:
@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=ROOT / "profiling" / "results" / "faults.csv", help="result")
     parser.add_argument("--outputs", type=Path, help="folder for the output of each run that did not end as expected")
     parser.add_argument("--missing", action="store_true", help="leave out cases that the CSV has as expected")
+    parser.add_argument("--patience", type=float, default=1.0, help="factor on the limits of time, beside other work")
     arguments = parser.parse_args()
     rows = read_rows(arguments.csv)
     known = {name for name, row in rows.items() if arguments.missing and row["verdict"] == AS_EXPECTED}
@@ -101,7 +102,7 @@ def main() -> None:
         runs = FaultyRuns(Path(folder), server)
         try:
             for number, case in enumerate(cases, 1):
-                outcome, faults = judge(runs, case)
+                outcome, faults = judge(runs, case, arguments.patience)
                 num_unexpected += bool(faults)
                 rows[case.name] = row_of(case, outcome, faults)
                 write_rows(arguments.csv, rows)

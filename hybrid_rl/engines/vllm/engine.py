@@ -142,6 +142,8 @@ class VllmEngine:
         self._stages.look()
         running = self._processes.running()
         step_s = _POLLING_SHARE * self._watch.stall_timeout_s
+        if not running:  # this process imports vLLM, and makes the settings of the core process
+            return int(time.process_time() / step_s)
         return (
             None if any(state.is_stopped for state in running) else int(sum(state.cpu_s for state in running) / step_s)
         )

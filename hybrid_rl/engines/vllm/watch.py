@@ -14,9 +14,9 @@ _POLL_S = 0.1
 _LONGEST_POLL_S = 1.0
 """Most that a poll counts as time without progress: a trainer that was suspended itself has not waited."""
 _REPORT_S = 0.5
-"""Time in which the engine's core process reports how a worker ended."""
+"""Time in which the other processes of the engine end that one has taken along."""
 _DEATH_S = 5.0
-"""Time in which the engine's core process ends after vLLM has reported that it fails."""
+"""Time in which the core process ends after vLLM has reported that it fails, and reports how a worker has ended."""
 
 
 class Call(Generic[T]):
@@ -149,7 +149,10 @@ class EngineWatch:
         if not self._processes.ended():
             return
         self.is_broken = True
+        deadline = time.monotonic() + _DEATH_S
         time.sleep(_REPORT_S)
+        while any(code is None for _, code in self._processes.ended()) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
         pid, code = self._processes.ended()[0]
         raise EngineLostError(
             f"process {pid} of the rollout engine {how_it_ended(code)}; the trainer waits for it to {doing}"
