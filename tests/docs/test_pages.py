@@ -3,12 +3,16 @@
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from docs import draw_diagrams, draw_residency, generate_configuration
+from hybrid_rl.machine.packages import ENGINES, SUPPORTED
 from hybrid_rl.validate import validate
 from launch.colocated import parse
+from launch.commands import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -55,15 +59,34 @@ def test_the_site_lists_every_page():
     assert sorted(re.findall(r"[\w-]+\.md", navigation)) == sorted(page.name for page in DOCS.glob("*.md"))
 
 
-def test_readme_has_at_most_120_lines():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+def test_readme_has_at_most_90_lines():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 90
 
 
 def test_the_settings_of_the_readme_are_valid(tmp_path):
     (settings,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (tmp_path / "my.yaml").write_text(settings)
     config = validate(parse(["--config", str(tmp_path / "my.yaml")])[0])
-    assert config.reward.functions == ["last_number", "my_rewards.py:is_polite"] and config.responses_per_step == 128
+    assert config.reward.functions == ["my_rewards.py:has_answer"] and config.responses_per_step == 1024
+
+
+def test_the_reward_function_of_the_readme_judges_as_it_says():
+    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(source, names)
+    completions = [[{"role": "assistant", "content": text}] for text in ("it is 7", "it is 8")]
+    assert names["has_answer"](prompts=[], completions=completions, answer=["7", "7"]) == [1.0, 0.0]
+
+
+def test_commands_and_supported_versions_on_the_first_page_are_those_of_the_code():
+    page = (DOCS / "index.md").read_text()
+    assert re.findall(r"^\| `hybrid-rl (\w+)", page, re.MULTILINE) == [*COMMANDS]
+    for text in (*SUPPORTED, ENGINES[0]):
+        oldest, newest = (part.version for part in sorted(Requirement(text).specifier, key=lambda s: s.operator)[::-1])
+        major, minor = newest.split(".")
+        name = {"vllm": "vLLM", "deepspeed": "DeepSpeed"}.get(Requirement(text).name, Requirement(text).name)
+        last = f"{major}.{int(minor) - 1}"
+        assert f"{name} {oldest} to {last}" in page or (oldest == last and f"{name} {oldest}" in page), text
 
 
 def test_the_page_of_settings_is_what_the_dataclasses_say():
