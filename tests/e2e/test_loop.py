@@ -112,7 +112,10 @@ def live(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFa
         update={"zero_stage": 2},
         sync={"mode": "copy"},
         memory={"swap": "deepspeed"},
-        checkpoint={"every_steps": 1, "keep_last": 1, "export": True},
+        checkpoint={
+            **{"every_steps": 1, "keep_last": 1},
+            **{"export": True, "export_every_steps": 1, "export_keep_last": 1},
+        },
     )
     children_before, shared_before = children(), shared_memory()
     live = Live(run=build(config), children_before=children_before, shared_before=shared_before)
@@ -234,14 +237,14 @@ def test_close_leaves_no_process_and_no_shared_memory(live: Live):
 
 
 @pytest.mark.slow
-def test_fresh_engine_on_the_export_generates_the_same(live: Live):
+def test_fresh_engine_on_the_export_of_the_last_step_generates_the_same(live: Live):
     from hybrid_rl.engines.vllm.environment import engine_environment
 
     with engine_environment():
         import vllm
 
         fresh = vllm.LLM(
-            str(live.dir / "export"),
+            str(live.dir / "exports" / "step_000002"),
             dtype="float32",
             max_model_len=20,
             max_num_seqs=16,
@@ -299,6 +302,7 @@ def test_files_of_the_run(live: Live):
         "lock",
         "run.json",
         "export",
+        "exports",
     }
     assert (live.dir / "latest").read_text() == "step_000002"
     assert {path.name for path in (live.dir / "checkpoints").iterdir()} == {"step_000002"}

@@ -178,6 +178,8 @@ STEPS = {
     "trl grpo": ("hf", 32),
 }
 """Script -> engine of a real step on the CPU, and the factor that divides its sizes; it also has one GPU per engine."""
+OFFLINE = {"WANDB_MODE": "offline"}
+"""Environment variable of a step, as some scripts use Weights & Biases."""
 
 
 def train_a_step(config: Config, tmp_path: Path, engine: str, factor: int) -> dict[str, float]:
@@ -194,7 +196,7 @@ def train_a_step(config: Config, tmp_path: Path, engine: str, factor: int) -> di
     given = {name: value for name, value in (divided | others).items() if value is not None}
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, ROOT / "launch" / "colocated.py", "--config", tmp_path / "translated.yaml", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | PATHS)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | PATHS | OFFLINE)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = (tmp_path / "runs" / config.run.name / "metrics.jsonl").read_text().splitlines()
     return json.loads(rows[-1])
