@@ -72,3 +72,49 @@ def test_a_run_whose_engine_is_lost(make_config: Callable[..., Config], temporar
     assert "Traceback" not in output
     _, left = psutil.wait_procs(others, timeout=LEFT_S)  # Python's resource tracker ends after the trainer
     assert left == []
+
+
+MOMENTS = ("step 2: rollout", "step 3: sync", "step 4: rollout")
+"""Lines of the log at which an engine is killed."""
+
+
+@pytest.mark.parametrize("mode", ["alias", "copy"])
+def test_a_run_whose_engines_are_killed_ends_as_one_whose_engine_lives(
+    make_config: Callable[..., Config], read_run, temporary, tmp_path, mode
+):
+    """The kills hit the engine while it generates or copies weights, a tenth of a second after the phase has begun."""
+    results = []
+    for name in ("undisturbed", "disturbed"):
+        rollout = {"engine": "vllm", "max_response_tokens": 48, "restarts": len(MOMENTS)}
+        (tmp_path / name).mkdir()
+        config = make_config(tmp_path / name, rollout=rollout, sync={"mode": mode}, run={"num_steps": 5})
+        (tmp_path / "settings.yaml").write_text(yaml.safe_dump(as_dict(config)))
+        process = subprocess.Popen(
+            [sys.executable, "launch/colocated.py", "--config", str(tmp_path / "settings.yaml")],
+            cwd=ROOT,
+            env={**os.environ, **PATHS},
+            stdout=(tmp_path / name / "output.txt").open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        killed = [kill_engine_at(moment, process, config) for moment in MOMENTS if name == "disturbed"]
+        code, output = process.wait(timeout=400), (tmp_path / name / "output.txt").read_text()
+        assert code == 0, output
+        assert all(f"process {pid} of the rollout engine was killed by SIGKILL" in output for pid in killed), output
+        run = read_run(config)
+        counts = [row.pop("rollout/restarts") for row in run.metrics]
+        assert counts[-1] == len(killed)
+        results.append(run)
+    assert results[0] == results[1]
+
+
+def kill_engine_at(moment: str, process: subprocess.Popen, config: Config) -> int:
+    """Kill the engine a moment after a line of the log; return its process id."""
+    log = config.run_dir / "log.txt"
+    while not (log.exists() and moment in log.read_text()):
+        assert process.poll() is None
+        time.sleep(0.01)
+    time.sleep(0.1)
+    engine = engine_of(process)
+    assert engine is not None
+    engine.kill()
+    return engine.pid
