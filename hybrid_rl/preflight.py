@@ -258,7 +258,7 @@ def _check_engines(checks: Checks, config: Config, shapes: Shapes, plan: Plan, s
     dtype = choose_dtype(config.models.dtype, device)
     checks.run(lambda: check_same_weights(config, shapes))
     if not site.is_cpu and site.is_here:
-        checks.run(lambda: _check_offload(config, plan, device))
+        checks.run(lambda: check_offload(config, plan, device))
         aliased = dtype.itemsize * shapes.actor.num_params * is_aliased
         checks.run(lambda: check_engine_memory(config, device, plan.machine.gpu_memory_bytes, aliased_bytes=aliased))
     if site.checks_node or not site.is_here:
@@ -283,7 +283,7 @@ def check_same_weights(config: Config, shapes: Shapes) -> None:
     )
 
 
-def _check_offload(config: Config, plan: Plan, device: torch.device) -> None:
+def check_offload(config: Config, plan: Plan, device: torch.device) -> None:
     """Check that DeepSpeed's offload can move the optimizers, where it moves them because the pool is not available.
 
     Raises:

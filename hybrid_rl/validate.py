@@ -16,11 +16,14 @@ from hybrid_rl.settings.types import (
     get_setting,
     section_types,
     setting_types,
+    show,
     with_settings,
 )
 
 GPU_ATTENTION = ("flash_attention_2", "varlen")
 """Values of models.attention whose kernels compute in 16 bits on a GPU only."""
+CHUNKED = "enable_chunked_prefill"
+"""Engine argument of vLLM that the trainer sets on a CPU."""
 CANNOT_OFFLOAD = "DeepSpeed has no offload for update.zero_stage = 1 in bfloat16"
 
 
@@ -322,6 +325,11 @@ def check_device(config: Config, *, is_cpu: bool) -> None:
         (
             models.fused_layers != "liger" or is_half_on_gpu,
             f"models.fused_layers = liger: needs GPUs and bfloat16 weights, and {where}; set auto",
+        ),
+        (
+            not is_cpu or CHUNKED not in config.rollout.vllm,
+            f"rollout.vllm.{CHUNKED} = {show(config.rollout.vllm.get(CHUNKED))}: cannot be given on a CPU, where vLLM "
+            "cannot undo what a seeded request draws at the end of a part of its prompt; remove it",
         ),
         (
             config.memory.swap != "deepspeed" or is_cpu or can_offload(config, dtype),

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from hybrid_rl.config import Config, check
 from hybrid_rl.memory.residency import Phase
+from hybrid_rl.models.checks import check_classes
 from hybrid_rl.planning.advice import describe_alternative
 from hybrid_rl.planning.cards import CARDS, Card
 from hybrid_rl.planning.communication_time import bus_seconds
@@ -14,21 +16,11 @@ from hybrid_rl.planning.forecast import Forecast, make_forecast, why_no_time
 from hybrid_rl.planning.plan import GIB, MARGIN, Machine
 from hybrid_rl.planning.rates import MEASURED_ON, rates_of
 from hybrid_rl.planning.simulator import StepTime
-from hybrid_rl.validate import group_sizes
+from hybrid_rl.validate import check_device, group_sizes
 
-from .machine_options import GPU, GPU_MEMORY, HOST_MEMORY, check_card
-from .settings import SettingsParser
+from .machine_options import check_card
 
 WIDTH = 120
-
-
-def add_machine_options(parser: SettingsParser) -> None:
-    """Add the options that describe a machine."""
-    parser.add_argument("--gpu", default=None, help=GPU)
-    parser.add_argument("--gpu-memory", default=None, help=GPU_MEMORY)
-    parser.add_argument("--gpus", type=int | None, default=None, help="GPUs of a node.")
-    parser.add_argument("--nodes", type=int | None, default=None, help="Nodes.")
-    parser.add_argument("--host-memory", default=None, help=HOST_MEMORY)
 
 
 def show_plan(config: Config, machine: Machine, console: Console | None = None) -> bool:
@@ -39,6 +31,8 @@ def show_plan(config: Config, machine: Machine, console: Console | None = None) 
             what the settings ask for.
     """
     check_card(machine, config.models)
+    check_device(config, is_cpu=False)
+    check_classes(config, torch.device("cuda"))
     for field, size in group_sizes(config).items():
         check(machine.num_gpus % size == 0, f"{field} = {size}: must divide --gpus {machine.num_gpus}")
     console = console or Console(width=WIDTH, highlight=False)

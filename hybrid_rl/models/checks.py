@@ -1,5 +1,6 @@
 """Checks of a run's models against the settings, from configs and tokenizers, before any weight is loaded."""
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -51,15 +52,45 @@ def check_models(config: Config, device: torch.device) -> None:
         findings.run(partial(check_weights, paths[field], field=field, trust_remote_code=trust, **kind))
         findings.run(partial(_check_tokens, config, field, paths[field], model_config, tokenizer))
     source = "models.reward" if config.models.reward else "models.actor"
-    if config.has_critic and source in found:
-        found.setdefault("models.critic", found[source])
-    for field, model_config in found.items():
-        findings.run(partial(_check_class, config, field, model_config, device))
+    _check_classes(config, found, device, findings)
     where = f"models.actor = {config.models.actor}"
     findings.run(lambda: check_export(configs["models.actor"], tokenizer, where=where))
     findings.raise_any()
     if config.has_critic and config.models.critic is None:
         check_weights(paths[source], field="models.critic", is_policy=False, new_head=True, trust_remote_code=trust)
+
+
+def check_classes(config: Config, device: torch.device) -> None:
+    """Check the classes of a run's models against its settings, from their configs alone.
+
+    Args:
+        config: settings of the run.
+        device: device of a rank, which need not be on this machine.
+    Raises:
+        ConfigError: a folder has no config.json of a model; models.attention, models.fused_layers, models.lora or a
+            parallel size does not fit a class.
+    """
+    models, findings = config.models, Findings()
+    paths = {f"models.{name}": getattr(models, name) for name in ("actor", "critic", "reference", "reward")}
+    trust = models.trust_remote_code
+    configs = {
+        field: findings.run(partial(load_config, path, field=field, trust_remote_code=trust))
+        for field, path in paths.items()
+        if path is not None
+    }
+    found = {field: model_config for field, model_config in configs.items() if model_config is not None}
+    _check_classes(config, found, device, findings)
+    findings.raise_any()
+
+
+def _check_classes(
+    config: Config, configs: Mapping[str, PretrainedConfig], device: torch.device, findings: Findings
+) -> None:
+    """Check the class of every model; the critic that models.critic = null means has the config of another model."""
+    source = "models.reward" if config.models.reward else "models.actor"
+    own = {"models.critic": configs[source]} if config.has_critic and source in configs else {}
+    for field, model_config in (own | dict(configs)).items():
+        findings.run(partial(_check_class, config, field, model_config, device))
 
 
 def _check_tokens(
