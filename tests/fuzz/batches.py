@@ -18,8 +18,9 @@ from hybrid_rl.models.loading import load_actor
 from hybrid_rl.models.packed import Actor
 from hybrid_rl.steps.logprobs import Packing, token_logprobs
 from hybrid_rl.steps.updates import KlInLoss, update_actor
-from tests.conftest import make_rollout
+from tests.conftest import make_rollout, make_turns
 from tests.fuzz.cases import check_close
+from tests.fuzz.maths import random_turns
 
 CPU = torch.device("cpu")
 WORLD = World(rank=0, size=1, local_rank=0, device=CPU)
@@ -27,16 +28,30 @@ VOCABULARY = 40
 
 
 def random_rollouts(rng: random.Random, *, shortest: int = 0) -> list[Rollout]:
-    """Return responses of random ids and lengths to prompts of random lengths."""
-    rollouts = []
+    """Return responses of random ids and lengths to prompts of random lengths, which may be conversations."""
+    rollouts, are_conversations = [], rng.random() < 0.4
     for number in range(rng.randint(1, 5)):
         prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 6))]
-        response = [rng.randrange(VOCABULARY) for _ in range(rng.randint(shortest, 7))]
-        logprobs = [-rng.uniform(0.1, 4) for _ in response]
+        num_sampled = rng.randint(shortest, 7)
+        turns = random_turns(rng, num_sampled) if are_conversations else [num_sampled]
+        response = [rng.randrange(VOCABULARY) for _ in range(sum(map(abs, turns)))]
+        logprobs = [-rng.uniform(0.1, 4) for _ in range(num_sampled)]
         rollouts.append(
-            make_rollout(prompt, response, prompt_id=number // 2, sequence_id=number, rollout_logprobs=logprobs)
-        )
+            make_rollout(prompt, response, prompt_id=number // 2, sequence_id=number, rollout_logprobs=logprobs,
+                         turns=make_turns(*turns) if are_conversations else ())
+        )  # fmt: skip
     return rollouts
+
+
+def sampled_places(rollout: Rollout) -> list[int]:
+    """Return the positions of the sampled tokens in the response."""
+    if not rollout.turns:
+        return list(range(len(rollout.response_ids)))
+    ends = itertools.accumulate(turn.num_tokens for turn in rollout.turns)
+    spans = [
+        range(end - turn.num_tokens, end) for turn, end in zip(rollout.turns, ends, strict=True) if turn.is_sampled
+    ]
+    return [place for span in spans for place in span]
 
 
 def check_packing(rng: random.Random, folder: Path) -> None:
@@ -60,11 +75,12 @@ def check_packing(rng: random.Random, folder: Path) -> None:
         assert packed.cu_seqlens.tolist() == [sum(lengths[:n]) for n in range(len(lengths) + 1)]
         assert packed.max_length == max(lengths)
         assert [ids[i + 1] for i in packed.response_index.tolist()] == packed.targets.tolist()
-        assert packed.targets.tolist() == [i for row in piece for i in rollouts[row].response_ids]
+        assert packed.targets.tolist() == [
+            rollouts[row].response_ids[place] for row in piece for place in sampled_places(rollouts[row])
+        ]
         packed.scatter(packed.gather(batch.rollout_logprobs), result)
-    expected = [r.rollout_logprobs for r in rollouts]
-    assert [result[row, : len(values)].tolist() for row, values in enumerate(expected)] == [
-        torch.tensor(values).tolist() for values in expected
+    assert [result[row, sampled_places(rollout)].tolist() for row, rollout in enumerate(rollouts)] == [
+        torch.tensor(rollout.rollout_logprobs).tolist() for rollout in rollouts
     ]
     assert batch.group_ids.tolist() == [r.prompt.prompt_id for r in rollouts]
     assert batch.sequence_ids.tolist() == [r.sequence_id for r in rollouts]
@@ -111,12 +127,12 @@ def _models(kind: str) -> tuple[Any, Actor]:
 
 
 def direct_logprobs(model: Any, rollouts: list[Rollout], temperature: float) -> list[torch.Tensor]:
-    """Return the log-probs of each response by transformers, one sequence at a time, with gradient."""
+    """Return the log-probs of each response's sampled tokens by transformers, one sequence at a time, with gradient."""
     found = []
     for rollout in rollouts:
         ids, first = torch.tensor([rollout.prompt.token_ids + rollout.response_ids]), len(rollout.prompt.token_ids)
         logits = model(input_ids=ids).logits[0, first - 1 : -1].float() / temperature
-        found.append(logits.log_softmax(-1).gather(1, ids[0, first:, None])[:, 0])
+        found.append(logits.log_softmax(-1).gather(1, ids[0, first:, None])[sampled_places(rollout), 0])
     return found
 
 
@@ -129,7 +145,8 @@ def check_logprobs(rng: random.Random, folder: Path) -> None:
     with torch.no_grad():
         expected = direct_logprobs(plain, rollouts, temperature)
     for row, values in enumerate(expected):
-        check_close(found[row, : len(values)].tolist(), values.tolist(), f"log-probs of row {row}", tolerance=1e-4)
+        ours = found[row, sampled_places(rollouts[row])]
+        check_close(ours.tolist(), values.tolist(), f"log-probs of row {row}", tolerance=1e-4)
 
 
 class PlainEngine:
@@ -187,14 +204,14 @@ def _batch_for_update(rng: random.Random, rollouts: list[Rollout]) -> tuple[Trai
     drawn: dict[str, list[torch.Tensor]] = {}
     for name in ("old_logprobs", "ref_logprobs", "advantages", "loss_weights"):
         low, high = (0.2, 2.0) if name == "loss_weights" else (-1.5, 1.5) if name == "advantages" else (-5.0, -2.0)
-        drawn[name] = [torch.tensor([rng.uniform(low, high) for _ in r.response_ids]) for r in rollouts]
+        drawn[name] = [torch.tensor([rng.uniform(low, high) for _ in range(r.num_sampled)]) for r in rollouts]
     if rng.random() < 0.5:
         drawn["loss_weights"] = [torch.ones_like(values) for values in drawn["loss_weights"]]
     fields = {}
     for name, rows in drawn.items():
         fields[name] = torch.zeros(batch.response_mask.shape)
         for row, values in enumerate(rows):
-            fields[name][row, : len(values)] = values
+            fields[name][row, sampled_places(rollouts[row])] = values
     return batch.with_fields(loss_mask=batch.response_mask, **fields), drawn
 
 
@@ -207,7 +224,7 @@ def _direct_loss(
     temperature: float,
 ) -> torch.Tensor:
     """Return the actor's loss, sequence by sequence."""
-    total, num_tokens = torch.zeros(()), sum(len(r.response_ids) for r in rollouts)
+    total, num_tokens = torch.zeros(()), sum(r.num_sampled for r in rollouts)
     for row, (rollout, logprobs) in enumerate(
         zip(rollouts, direct_logprobs(model, rollouts, temperature), strict=True)
     ):
@@ -222,8 +239,8 @@ def _direct_loss(
         if config.entropy_coef:
             ids, first = torch.tensor([rollout.prompt.token_ids + rollout.response_ids]), len(rollout.prompt.token_ids)
             log_p = (model(input_ids=ids).logits[0, first - 1 : -1] / temperature).log_softmax(-1)
-            loss = loss - config.entropy_coef * -(log_p.exp() * log_p).sum(-1)
-        length = len(rollout.response_ids)
+            loss = loss - config.entropy_coef * -(log_p.exp() * log_p).sum(-1)[sampled_places(rollout)]
+        length = rollout.num_sampled
         share = {
             "token_mean": 1 / num_tokens,
             "sequence_mean": 1 / (length * len(rollouts)),

@@ -1,5 +1,6 @@
 """Fuzz subjects: advantages, KL, losses and their weights, number by number in plain Python."""
 
+import itertools
 import math
 import random
 from pathlib import Path
@@ -16,7 +17,7 @@ from hybrid_rl.config import AdvantageConfig, UpdateConfig
 from hybrid_rl.distributed import World
 from hybrid_rl.steps.advantages import add_advantages
 from hybrid_rl.steps.loss_weights import add_loss_weights
-from tests.conftest import make_rollout
+from tests.conftest import make_rollout, make_turns
 from tests.fuzz.cases import check_close
 
 WORLD = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
@@ -25,7 +26,7 @@ GROUP_ESTIMATORS = ["grpo", "rloo", "dr_grpo", "opo", "reinforce_pp_baseline"]
 
 
 def random_batch(rng: random.Random) -> tuple[TrainBatch, dict[str, Any]]:
-    """Return a batch of responses with every field, and the same numbers as ragged lists."""
+    """Return a batch of responses with every field, and the numbers of its sampled tokens as ragged lists."""
     groups, lengths = [], []
     for group in range(rng.randint(1, 3)):
         groups += [group] * rng.randint(2, 4)
@@ -47,30 +48,48 @@ def random_batch(rng: random.Random) -> tuple[TrainBatch, dict[str, Any]]:
         "rollout_logprobs": ragged(lambda: -rng.uniform(0.01, 6)),
         "values": ragged(lambda: rng.uniform(-2, 2)),
     }
+    are_conversations = rng.random() < 0.5
+    turns = [random_turns(rng, n) if are_conversations else [n] if n else [] for n in lengths]
+    sampled = [[n for n in row if n > 0] for row in turns]
+    drawn["turns"] = [[k for k, n in enumerate(row) for _ in range(n)] for row in sampled]
+    drawn["token_rewards"] = ragged(lambda: rng.choice([0.0, 0.0, rng.uniform(-1, 1)]) if are_conversations else 0.0)
     rollouts = [
-        make_rollout([1], [4] * n, prompt_id=g, sequence_id=i, is_truncated=t, rollout_logprobs=r)
-        for i, (g, n, t, r) in enumerate(zip(groups, lengths, truncated, drawn["rollout_logprobs"], strict=True))
-    ]
+        make_rollout([1], [4] * sum(map(abs, row)), prompt_id=g, sequence_id=i, is_truncated=t, rollout_logprobs=r,
+                     turns=make_turns(*row) if are_conversations else ())
+        for i, (g, row, t, r) in enumerate(zip(groups, turns, truncated, drawn["rollout_logprobs"], strict=True))
+    ]  # fmt: skip
     batch = make_train_batch(rollouts)
     fields: dict[str, Any] = {}
-    for name in ("old_logprobs", "ref_logprobs", "values"):
-        fields[name] = padded(drawn[name], batch.response_mask, rng.choice([0.0, 9.0]))
+    for name in ("old_logprobs", "ref_logprobs", "values", *(["token_rewards"] if are_conversations else [])):
+        fields[name] = padded(drawn[name], batch.response_mask, rng.choice([0.0, 9.0, math.nan]))
     return batch.with_fields(rewards=torch.tensor(drawn["rewards"]), **fields), drawn
+
+
+def random_turns(rng: random.Random, num_sampled: int) -> list[int]:
+    """Return the lengths of turns, of observations as negative numbers, which have the sampled tokens together."""
+    turns = [-1] if rng.random() < 0.2 else []
+    while num_sampled:
+        turns.append(rng.randint(1, num_sampled))
+        num_sampled -= turns[-1]
+        turns += [-rng.randint(1, 3)] if rng.random() < 0.7 else []
+    return turns
 
 
 def padded(rows: Rows, mask: torch.Tensor, filler: float = 0.0) -> torch.Tensor:
     """Return ragged rows as [B, T], with a filler outside the mask."""
     result = torch.full(mask.shape, filler)
     for row, values in enumerate(rows):
-        result[row, : len(values)] = torch.tensor(values)
+        result[row, mask[row]] = torch.tensor(values)
     return result
 
 
-def unpadded(tensor: torch.Tensor, lengths: list[int]) -> Rows:
-    """Return the entries of [B, T] at the response tokens, after checking that all others are 0."""
-    for row, length in enumerate(lengths):
-        assert not tensor[row, length:].any(), f"row {row} is not 0 behind its {length} tokens: {tensor[row]}"
-    return [tensor[row, :length].tolist() for row, length in enumerate(lengths)]
+def unpadded(tensor: torch.Tensor, mask: torch.Tensor) -> Rows:
+    """Return the entries of [B, T] at the sampled tokens, after checking that all others are 0."""
+    for row, is_sampled in enumerate(mask):
+        assert not tensor[row, ~is_sampled].any(), (
+            f"row {row} is not 0 at the tokens that are not sampled: {tensor[row]}"
+        )
+    return [tensor[row, is_sampled].tolist() for row, is_sampled in enumerate(mask)]
 
 
 def token_kl(log_p: float, log_q: float, estimator: str) -> float:
@@ -88,6 +107,8 @@ def check_advantages(rng: random.Random, folder: Path) -> None:
         estimator=estimator,
         gamma=rng.choice([1.0, 0.9]),
         gae_lambda=rng.choice([1.0, 0.95, 0.5, 0.0]),
+        turn_gamma=rng.choice([1.0, 0.5, 0.0]),
+        credit=rng.choice(["response", "turn"]),
         critic_lambda=rng.choice([None, 1.0]) if estimator == "gae" else None,
         kl_coef=kl_coef,
         kl_in=kl_in,
@@ -106,39 +127,65 @@ def check_advantages(rng: random.Random, folder: Path) -> None:
     check_close(sums["kl"], math.fsum(math.fsum(row) for row in kl), "sum of the KL", tolerance=1e-4)
     coef = kl_coef if kl_in == "reward" else 0.0
     if estimator in GROUP_ESTIMATORS:
-        expected = group_advantages(drawn, estimator, kl, coef)
+        expected = group_advantages(drawn, config, kl, coef)
     else:
         expected, returns = token_advantages(drawn, config, kl, coef, has_bootstrap=bootstrap is not None)
         if estimator == "gae":
-            check_close(unpadded(done.returns, drawn["lengths"]), returns, "returns", tolerance=1e-4)
+            check_close(unpadded(done.returns, done.response_mask), returns, "returns", tolerance=1e-4)
     if config.whiten and estimator in ("gae", "reinforce_pp", "reinforce_pp_baseline"):
         expected = whitened(expected)
     if expected is not None:
-        check_close(unpadded(done.advantages, drawn["lengths"]), expected, f"{estimator}", tolerance=2e-4)
+        check_close(unpadded(done.advantages, done.response_mask), expected, f"{estimator}", tolerance=2e-4)
 
 
-def group_advantages(drawn: dict[str, Any], estimator: str, kl: Rows, coef: float) -> Rows:
-    """Return each response's reward compared with its group, less the KL of each token."""
+def paid_at(drawn: dict[str, Any], row: int) -> list[float]:
+    """Return what each sampled token of a row is paid: its own reward, and the last one the rest of the score."""
+    paid = [torch.tensor(reward).item() for reward in drawn["token_rewards"][row]]
+    if paid:
+        paid[-1] += torch.tensor(drawn["rewards"][row]).item() - math.fsum(paid)
+    return paid
+
+
+def turn_return(drawn: dict[str, Any], row: int, turn: int, turn_gamma: float) -> float:
+    """Return what the tokens of a turn and, discounted, of its successors are paid, rounded to float32."""
+    if not drawn["turns"][row]:
+        return torch.tensor(drawn["rewards"][row]).item()
+    later = [(k - turn, x) for k, x in zip(drawn["turns"][row], paid_at(drawn, row), strict=True) if k >= turn]
+    return torch.tensor(math.fsum(turn_gamma**k * x for k, x in later)).item()
+
+
+def group_advantages(drawn: dict[str, Any], config: AdvantageConfig, kl: Rows, coef: float) -> Rows:
+    """Return each response's or turn's reward compared with its group, less the KL of each token."""
     result = []
-    for row, (group, reward) in enumerate(zip(drawn["groups"], drawn["rewards"], strict=True)):
+    for row, group in enumerate(drawn["groups"]):
         members = [i for i, g in enumerate(drawn["groups"]) if g == group]
-        rewards = [torch.tensor(drawn["rewards"][i]).item() for i in members]
-        reward, n = torch.tensor(reward).item(), len(members)
-        mean = math.fsum(rewards) / n
-        if estimator == "grpo":
-            std = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / (n - 1))
-            advantage = (reward - mean) / (std + 1e-6)
-        elif estimator == "rloo":
-            advantage = reward - (math.fsum(rewards) - reward) / (n - 1)
-        elif estimator == "opo":
-            lengths = [drawn["lengths"][i] for i in members]
-            advantage = reward - math.fsum(r * n for r, n in zip(rewards, lengths, strict=True)) / max(sum(lengths), 1)
-        else:
-            advantage = reward - mean
-        if min(rewards) == max(rewards):
-            advantage = 0.0
-        result.append([advantage - coef * k for k in kl[row]])
+        advantages = {}
+        for turn in {0, *drawn["turns"][row]}:
+            if config.credit == "turn":
+                others = [i for i in members if turn in drawn["turns"][i] or turn == 0]
+                rewards = {i: turn_return(drawn, i, turn, config.turn_gamma) for i in others}
+                lengths = {i: drawn["turns"][i].count(turn) for i in others}
+            else:
+                rewards = {i: torch.tensor(drawn["rewards"][i]).item() for i in members}
+                lengths = {i: drawn["lengths"][i] for i in members}
+            advantages[turn] = compared(config.estimator, rewards, lengths, row)
+        result.append([advantages[turn] - coef * k for turn, k in zip(drawn["turns"][row], kl[row], strict=True)])
     return result
+
+
+def compared(estimator: str, rewards: dict[int, float], lengths: dict[int, int], row: int) -> float:
+    """Return the reward of a row compared with the rewards of all rows, given their lengths."""
+    reward, n, mean = rewards[row], len(rewards), math.fsum(rewards.values()) / len(rewards)
+    if min(rewards.values()) == max(rewards.values()):
+        return 0.0
+    if estimator == "grpo":
+        std = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards.values()) / (n - 1))
+        return (reward - mean) / (std + 1e-6)
+    if estimator == "rloo":
+        return reward - (math.fsum(rewards.values()) - reward) / (n - 1)
+    if estimator == "opo":
+        return reward - math.fsum(rewards[i] * lengths[i] for i in rewards) / max(sum(lengths.values()), 1)
+    return reward - mean
 
 
 def token_advantages(
@@ -147,11 +194,18 @@ def token_advantages(
     """Return advantages and value targets by summing every later token's term."""
     advantages, returns = [], []
     for row, length in enumerate(drawn["lengths"]):
-        paid = [-coef * k for k in kl[row]]
-        if length:
-            paid[-1] += drawn["rewards"][row]
-        gamma = config.gamma
-        later = [math.fsum(gamma ** (s - t) * paid[s] for s in range(t, length)) for t in range(length)]
+        paid = [x - coef * k for x, k in zip(paid_at(drawn, row), kl[row], strict=True)]
+        gamma, turns = config.gamma, drawn["turns"][row]
+
+        def total(decay: float, terms: list[float], turns: list[int] = turns, length: int = length) -> list[float]:
+            """Return for each token the sum of later terms, which decay per sampled token and per turn."""
+            per_turn = config.turn_gamma
+            return [
+                math.fsum(decay ** (s - t) * per_turn ** (turns[s] - turns[t]) * terms[s] for s in range(t, length))
+                for t in range(length)
+            ]
+
+        later = total(gamma, paid)
         if config.estimator == "reinforce_pp":
             advantages.append(later)
         elif config.estimator == "remax":
@@ -160,13 +214,10 @@ def token_advantages(
             values = drawn["values"][row]
             end = drawn["bootstrap"][row] if has_bootstrap and drawn["truncated"][row] else 0.0
             following = [*values[1:], end]
-            deltas = [paid[t] + gamma * following[t] - values[t] for t in range(length)]
-
-            def gae(decay: float, deltas: list[float] = deltas, length: int = length) -> list[float]:
-                return [math.fsum(decay ** (s - t) * deltas[s] for s in range(t, length)) for t in range(length)]
-
-            found = gae(gamma * config.gae_lambda)
-            targets = found if config.critic_lambda is None else gae(gamma * config.critic_lambda)
+            discounts = [gamma * config.turn_gamma ** (b - a) for a, b in itertools.pairwise([*turns, *turns[-1:]])]
+            deltas = [paid[t] + discounts[t] * following[t] - values[t] for t in range(length)]
+            found = total(gamma * config.gae_lambda, deltas)
+            targets = found if config.critic_lambda is None else total(gamma * config.critic_lambda, deltas)
             advantages.append(found)
             returns.append([a + v for a, v in zip(targets, values, strict=True)])
     return advantages, returns
@@ -252,7 +303,7 @@ def check_losses(rng: random.Random, folder: Path) -> None:
             near = v if clip is None else o + min(clip, max(-clip, v - o))
             losses.append(max((v - r) ** 2, (near - r) ** 2) / 2)
         token_loss.append(losses)
-    check_close(unpadded(torch.where(mask, found, 0), lengths), token_loss, "value loss")
+    check_close(unpadded(torch.where(mask, found, 0), mask), token_loss, "value loss")
     mode, longest = rng.choice(["token_mean", "sequence_mean", "sequence_sum_constant"]), rng.choice([8, 16])
     total = aggregate(found, mask, mode, max_response_tokens=longest)
     filled = [row for row in token_loss if row]
@@ -290,11 +341,11 @@ def _check_correction(rng: random.Random, batch: TrainBatch, drawn: dict[str, An
     if kind == "none":
         assert done.loss_weights is None
         return
-    check_close(unpadded(done.loss_weights, lengths), expected, kind, tolerance=1e-4)
+    check_close(unpadded(done.loss_weights, batch.response_mask), expected, kind, tolerance=1e-4)
     weights, _ = importance_weights(
         batch.old_logprobs, batch.rollout_logprobs, batch.response_mask, kind=kind, low=low, high=high
     )
-    check_close(unpadded(weights, lengths), expected, kind, tolerance=1e-4)
+    check_close(unpadded(weights, batch.response_mask), expected, kind, tolerance=1e-4)
 
 
 def check_kl(rng: random.Random, folder: Path) -> None:

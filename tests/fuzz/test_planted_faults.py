@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid_rl import batch
 from hybrid_rl.algorithms import advantage, correction, kl, loss, policy_loss
 from hybrid_rl.checkpoints import manifest
 from hybrid_rl.data import prompts
 from hybrid_rl.models import tokenizer, weight_match
 from hybrid_rl.rewards import rules, scoring
+from hybrid_rl.steps import advantages as steps_advantages
 from hybrid_rl.steps import rollout
 from launch import yaml_nodes
 from tests.fuzz.cases import failures, run_case
@@ -111,6 +113,21 @@ def values_one_token_late(gae_with_moments: Function) -> Function:
     return faulty
 
 
+def without_turn_discounts(gae_with_moments: Function) -> Function:
+    """The discount from turn to turn is left out."""
+    return lambda *arguments, **named: gae_with_moments(*arguments, **{**named, "turn_gamma": 1.0})
+
+
+def paid_twice(final_rewards: Function) -> Function:
+    """Rewards of turns are paid at their turns and again at the end of the response."""
+    return lambda batch: batch.rewards
+
+
+def trained_on_observations(mark_turns: Function) -> Function:
+    """The tokens of observations count as sampled."""
+    return lambda rollouts, mask: mark_turns(rollouts, mask.clone())
+
+
 def mean_per_sequence(token_weights: Function) -> Function:
     """A mean over tokens is taken as a mean of the sequences' means."""
     return lambda mask, mode, **named: token_weights(mask, "sequence_mean" if mode == "token_mean" else mode, **named)
@@ -178,6 +195,9 @@ FAULTS: dict[str, tuple[ModuleType, str, Callable[[Function], Function], str]] =
     "KL with the other sign": (kl, "kl_estimate", swapped_kl, "kl"),
     "KL with the other sign in the reward": (kl, "kl_estimate", swapped_kl, "advantages"),
     "GAE off by one token": (advantage, "gae_with_moments", values_one_token_late, "advantages"),
+    "no discount from turn to turn": (advantage, "gae_with_moments", without_turn_discounts, "advantages"),
+    "rewards of turns paid twice": (steps_advantages, "final_rewards", paid_twice, "advantages"),
+    "observations packed as targets": (batch, "_mark_turns", trained_on_observations, "packing"),
     "loss weights per sequence": (loss, "token_weights", mean_per_sequence, "losses"),
     "loss weights per sequence in an update": (loss, "token_weights", mean_per_sequence, "updates"),
     "no importance weights": (correction, "importance_weights", no_weights, "losses"),
