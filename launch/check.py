@@ -128,6 +128,7 @@ def describe(prepared: Prepared, site: Site) -> list[str]:
     return [
         "settings, models, data and machine: no mistakes" if site.is_here else "settings, models and data: no mistakes",
         f"ranks: {machine.num_ranks}, with a {kind} each; nodes: {machine.num_nodes}",
+        f"prompts: {len(data.loader.prompts)} for training, {len(data.eval_prompts)} on this rank for evaluation",
         *data.lines,
         *run_lines(prepared, site.world.device),
         f"memory: {plan.peak(phase) / GIB:.1f} GiB of each {kind} in {phase.value}, the fullest phase",

@@ -1,5 +1,6 @@
 """Rules for settings that depend on several of OpenRLHF's arguments."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
@@ -136,6 +137,25 @@ def _threshold(c: Command, side: int) -> Any:
     return ([0.0, *bounds] if len(bounds) == 1 else bounds)[side]
 
 
+def _deepspeed(c: Command) -> dict[str, Any] | Any:
+    """Return what OpenRLHF writes into DeepSpeed's configuration for its flags."""
+    zero: dict[str, Any] = {"overlap_comm": True} if c["ds.overlap_comm"] else {}
+    if c["disable_trace_cache"]:
+        names = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
+        zero |= dict.fromkeys(names, 0)
+    return {"zero_optimization": zero} if zero else KEEP_DEFAULT
+
+
+def _prompt_sets(c: Command) -> str | list[Any]:
+    """Return the data set of the prompts; of several a list, with their probabilities as weights."""
+    paths = c["data.prompt_dataset"].split(",")
+    weights = c["data.prompt_probs"].split(",") if c["data.prompt_probs"] else []
+    if len(paths) == 1:
+        return paths[0]
+    pairs = itertools.zip_longest(paths, map(float, weights))
+    return [path if weight is None else {"path": path, "weight": weight} for path, weight in pairs]
+
+
 def _eval(c: Command, value: Any) -> Any:
     return KEEP_DEFAULT if c["eval.dataset"] is None else value
 
@@ -171,6 +191,7 @@ RULES: Mapping[str, Callable[[Command], Any]] = {
     "run.project": lambda c: c["logger.wandb.project"] if c["logger.wandb.key"] else None,
     "run.eval_every_steps": lambda c: _eval(c, max(0, c["eval.steps"])),
     "run.eval_samples": lambda c: _eval(c, c["eval.n_samples_per_prompt"]),
+    "run.eval_temperature": lambda c: _eval(c, c["eval.temperature"]),
     "run.eval_function": lambda c: _eval(c, _reward_function(c) if is_function(c) else KEEP_DEFAULT),
     "models.reward": lambda c: (
         None if c["reward.remote_url"] else (c["reward.model_name_or_path"] or "").split(",")[0] or None
@@ -181,6 +202,7 @@ RULES: Mapping[str, Callable[[Command], Any]] = {
     "models.lora.target_modules": lambda c: (
         KEEP_DEFAULT if c["ds.lora.target_modules"] == ["all-linear"] else _lora(c, c["ds.lora.target_modules"])
     ),
+    "prompts.path": _prompt_sets,
     "prompts.split": lambda c: KEEP_DEFAULT if c["data.prompt_split"] == "train" else c["data.prompt_split"],
     "prompts.eval_split": lambda c: (
         _eval(c, c["eval.split"]) if "eval.split" in c.given or _is_hub_name(c["eval.dataset"]) else KEEP_DEFAULT

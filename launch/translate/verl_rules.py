@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from hybrid_rl.config import ConfigError, RunConfig
+from hybrid_rl.config import BY_SOURCE, ConfigError, RunConfig
 
 from .program import KEEP_DEFAULT, Command
 from .trackers import known
@@ -48,11 +48,17 @@ def is_megatron(c: Command) -> bool:
 
 
 def guessed_function(names: list[str]) -> str | None:
-    """Return the rule function that the names of data files suggest; None if they suggest none."""
-    lowered = [name.lower() for name in names]
-    if lowered and all("gsm8k" in name for name in lowered):
+    """Return the rule function that the names of data files suggest: by_source for several; None if there is none."""
+    found = {_function_of(name.lower()) for name in names}
+    if found <= {None}:
+        return None
+    return found.pop() if len(found) == 1 else BY_SOURCE
+
+
+def _function_of(name: str) -> str | None:
+    if "gsm8k" in name:
         return "gsm8k"
-    return "math" if any(word in name for name in lowered for word in MATHS) else None
+    return "math" if any(word in name for word in MATHS) else None
 
 
 def is_guessed(c: Command) -> bool:
@@ -75,6 +81,26 @@ def _functions(c: Command) -> list[str]:
 def _eval_function(c: Command) -> str | None:
     is_needed = has_model_reward(c) and c["data.val_files"] and c["trainer.test_freq"] > 0
     return _function(c, c["data.val_files"]) if is_needed else None
+
+
+def _held_out(files: list[str]) -> str | dict[str, str] | None:
+    """Return the held-out file; of several a mapping, named by the file, or by its folder where it is only a split."""
+    if len(files) < 2:
+        return files[0] if files else None
+    named: dict[str, str] = {}
+    for file in files:
+        path = PurePath(file)
+        name = (
+            path.parent.name if path.stem in ("test", "val", "validation", "train") and path.parent.name else path.stem
+        )
+        name = re.sub(r"[^A-Za-z0-9_.-]", "_", name).lstrip("_.-") or "set"
+        named[name if name not in named else f"{name}-{len(named) + 1}"] = file
+    return named
+
+
+def _samples(c: Command, value: Any) -> Any:
+    """Return a setting of sampled evaluations; without do_sample verl decodes greedily, whatever the others say."""
+    return value if c[f"{ROLLOUT}.val_kwargs.do_sample"] else KEEP_DEFAULT
 
 
 def num_gpus(c: Command) -> tuple[int, int]:
@@ -268,12 +294,15 @@ RULES: Mapping[str, Callable[[Command], Any]] = {
     "run.seed": lambda c: KEEP_DEFAULT if c["data.seed"] is None else c["data.seed"],
     "run.eval_every_steps": lambda c: max(0, c["trainer.test_freq"]) if c["data.val_files"] else KEEP_DEFAULT,
     "run.eval_function": _eval_function,
+    "run.eval_samples": lambda c: c[f"{ROLLOUT}.val_kwargs.n"] if c[f"{ROLLOUT}.val_kwargs.do_sample"] else 1,
+    "run.eval_temperature": lambda c: _samples(c, c[f"{ROLLOUT}.val_kwargs.temperature"]),
+    "run.eval_top_p": lambda c: _samples(c, c[f"{ROLLOUT}.val_kwargs.top_p"]),
     "models.reward": lambda c: c["reward_model.model.path"] if has_model_reward(c) else None,
     "models.lora.rank": _lora_rank,
     "models.lora.alpha": _lora_alpha,
     "models.lora.target_modules": _lora_modules,
-    "prompts.path": lambda c: c["data.train_files"][0],
-    "prompts.eval_path": lambda c: (c["data.val_files"] or [None])[0],
+    "prompts.path": lambda c: c["data.train_files"] if len(c["data.train_files"]) > 1 else c["data.train_files"][0],
+    "prompts.eval_path": lambda c: _held_out(c["data.val_files"] or []),
     "prompts.answer_column": lambda c: (
         KEEP_DEFAULT if c["data.prompt_key"] == "prompt" else "reward_model.ground_truth"
     ),

@@ -69,8 +69,6 @@ DATA = (
         ["~/data/rlhf/gsm8k/train.parquet"],
         "prompts.path",
         num_values=None,
-        note="the first file is taken; join several into one file",
-        when=lambda c: _has_several(c, "data.train_files"),
     ),
     maps(
         "data.val_files",
@@ -78,7 +76,7 @@ DATA = (
         ["~/data/rlhf/gsm8k/test.parquet"],
         "prompts.eval_path",
         num_values=None,
-        note="the first file is taken; join several into one file",
+        note="verl names the metrics by data_source, here by the names of the files",
         when=lambda c: _has_several(c, "data.val_files"),
     ),
     maps("data.train_max_samples", int, -1, "prompts.max_samples"),
@@ -164,13 +162,10 @@ ROLLOUT_ARGUMENTS = (
     maps(f"{ROLLOUT}.enable_prefix_caching", bool, True, "rollout.prefix_caching"),
     maps(f"{ROLLOUT}.free_cache_engine", bool, True, "memory.swap"),
     maps(f"{ROLLOUT}.val_kwargs.n", count, 1, "run.eval_samples"),
-    lost(
-        f"{ROLLOUT}.val_kwargs.*",
-        str,
-        None,
-        "one sample is greedy, several are drawn at rollout.temperature over all tokens",
-        num_values=None,
-    ),
+    maps(f"{ROLLOUT}.val_kwargs.do_sample", bool, False, "run.eval_samples", "run.eval_temperature"),
+    maps(f"{ROLLOUT}.val_kwargs.temperature", finite, 0.0, "run.eval_temperature"),
+    maps(f"{ROLLOUT}.val_kwargs.top_p", finite, 1.0, "run.eval_top_p"),
+    lost(f"{ROLLOUT}.val_kwargs.*", str, None, "an evaluation samples by temperature and top_p alone", num_values=None),
     refused(f"{ROLLOUT}.multi_turn.enable", bool, False, NO_TURNS),
     refused(f"{ROLLOUT}.agent.default_agent_loop", str, "single_turn_agent", NO_TURNS),
     lost(f"{ROLLOUT}.multi_turn.*", str, None, NO_TURNS, num_values=None),
@@ -243,7 +238,7 @@ REWARD = (
     lost("custom_reward_function.*", str, None, "a function gets no further arguments", num_values=None),
     fixed(
         "reward functions",
-        "verl chooses a function by data_source of each row; here the names of the files suggest one for all rows. "
+        "verl chooses a function by data_source of each row; here the names of the files suggest one, or by_source. "
         "verl wants the number after #### in GSM8K, here the last number counts",
         "run.eval_function",
         when=is_guessed,

@@ -281,6 +281,7 @@ OTHERS = {
     "MY/prompts.csv": "prompts.csv",
     "$HOME/data/gsm8k/train.parquet": "gsm8k.parquet",
     "$HOME/data/gsm8k/test.parquet": "gsm8k.parquet",
+    "$HOME/data/math/train.parquet": "maths.parquet",
     "/data/gsm8k/train.parquet": "gsm8k.parquet",
     "/data/gsm8k/test.parquet": "gsm8k.parquet",
     "trl-lib/DeepMath-103K": "solutions.jsonl",

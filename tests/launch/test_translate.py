@@ -163,7 +163,20 @@ def test_variables_and_arrays_of_a_script_are_expanded() -> None:
         (verl.PROGRAM, "reward_model.enable=True data.val_files=[gsm8k.parquet] trainer.test_freq=5",
          "run.eval_function", "gsm8k"),
         (verl.PROGRAM, "data.train_files=[x/gsm8k/train.parquet]", "reward.functions", ["gsm8k"]),
-        (verl.PROGRAM, "data.train_files=[x/gsm8k.parquet,x/math.parquet]", "reward.functions", ["math"]),
+        (verl.PROGRAM, "data.train_files=[x/math.parquet,y/aime.parquet]", "reward.functions", ["math"]),
+        (verl.PROGRAM, "data.train_files=[x/gsm8k.parquet,x/math.parquet]", "reward.functions", ["by_source"]),
+        (verl.PROGRAM, "data.train_files=[x/gsm8k.parquet,x/math.parquet]", "prompts.path",
+         ["x/gsm8k.parquet", "x/math.parquet"]),
+        (verl.PROGRAM, "data.val_files=[x/gsm8k/test.parquet,x/aime.parquet]", "prompts.eval_path",
+         {"gsm8k": "x/gsm8k/test.parquet", "aime": "x/aime.parquet"}),
+        (verl.PROGRAM, "actor_rollout_ref.rollout.val_kwargs.do_sample=True "
+         "actor_rollout_ref.rollout.val_kwargs.temperature=0.6", "run.eval_temperature", 0.6),
+        (verl.PROGRAM, "actor_rollout_ref.rollout.val_kwargs.do_sample=True "
+         "actor_rollout_ref.rollout.val_kwargs.top_p=0.7", "run.eval_top_p", 0.7),
+        (openrlhf.PROGRAM, "--data.prompt_dataset a,b", "prompts.path", ["a", "b"]),
+        (openrlhf.PROGRAM, "--data.prompt_dataset a,b --data.prompt_probs 0.3,0.7", "prompts.path",
+         [{"path": "a", "weight": 0.3}, {"path": "b", "weight": 0.7}]),
+        (openrlhf.PROGRAM, "--eval.dataset e --eval.temperature 0.8", "run.eval_temperature", 0.8),
         (verl.PROGRAM, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
          "update.tensor_parallel_size", 2),
         (verl.PROGRAM, "reward_model.reward_kwargs.overlong_buffer_cfg.enable=True "

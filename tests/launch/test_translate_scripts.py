@@ -85,18 +85,19 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, shape in shapes.items():
         rows = [json.dumps(shape(chat, answer)) for chat, answer in zip(chats, answers, strict=True)]
         (root / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
-    table = pyarrow.Table.from_pylist(
-        [
-            {
-                "data_source": "openai/gsm8k",
-                "prompt": chat,
-                "reward_model": {"style": "rule", "ground_truth": answer},
-                "extra_info": {"index": index},
-            }
-            for index, (chat, answer) in enumerate(zip(chats, answers, strict=True))
-        ]
-    )
-    pyarrow.parquet.write_table(table, root / "gsm8k.parquet")
+    for name, source in {"gsm8k": "openai/gsm8k", "maths": "lighteval/MATH"}.items():
+        table = pyarrow.Table.from_pylist(
+            [
+                {
+                    "data_source": source,
+                    "prompt": chat,
+                    "reward_model": {"style": "rule", "ground_truth": answer},
+                    "extra_info": {"index": index},
+                }
+                for index, (chat, answer) in enumerate(zip(chats, answers, strict=True))
+            ]
+        )
+        pyarrow.parquet.write_table(table, root / f"{name}.parquet")
     (root / "prompts.csv").write_text("prompt\n" + "".join(f"{chat[0]['content']}=\n" for chat in chats))
     (root / "reward_func.py").write_text(REWARD_FUNC)
     (root / "template.json").write_text(
@@ -135,7 +136,8 @@ def test_a_script_passes_check_and_plan_for_its_gpus(
     lines = check_run_elsewhere(config, machine)
     assert lines[0] == "settings, models and data: no mistakes"
     assert lines[1] == f"ranks: {num_gpus * num_nodes}, with a GPU each; nodes: {num_nodes}"
-    assert lines[2].startswith(f"prompts: {NUM_ROWS} for training")
+    num_prompts = len(config.prompts.training_sources) * NUM_ROWS
+    assert lines[2].startswith(f"prompts: {num_prompts} for training")
     assert show_plan(config, machine)
     capsys.readouterr()
 
