@@ -46,6 +46,17 @@ def test_a_finished_phase_is_read_and_a_lost_one_is_repeated(tmp_path, world):
     assert again.get_or_compute(2, "rollout", lambda: "new") == "new"
 
 
+def test_a_phase_that_fails_is_repeated_under_its_own_number(tmp_path, world):
+    log = open_log(tmp_path, world)
+    with pytest.raises(AssertionError):
+        log.get_or_compute(1, "rollout", never)
+    assert log.get_or_compute(1, "rollout", lambda: "first") == "first"
+    assert log.get_or_compute(1, "rollout", lambda: "refilled") == "refilled"
+
+    again = open_log(tmp_path, world)
+    assert [again.get_or_compute(1, "rollout", never) for _ in range(2)] == ["first", "refilled"]
+
+
 def test_steps_that_a_checkpoint_contains_are_deleted(tmp_path, world):
     log = open_log(tmp_path, world)
     for step in (1, 2, 3):

@@ -6,12 +6,21 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_rl.checkpoints.random_state import seed_generators
+from hybrid_rl.checkpoints.random_state import seed_generators, unchanged_generators
 
 
-@pytest.mark.parametrize(
-    "draw", [random.random, np.random.random, lambda: float(torch.rand(1))], ids=["python", "numpy", "torch"]
-)
+DRAWS = [random.random, np.random.random, lambda: float(torch.rand(1))]
+
+
+@pytest.mark.parametrize("draw", DRAWS, ids=["python", "numpy", "torch"])
+def test_generators_are_as_before_after_work_that_draws_numbers(draw):
+    draw()
+    with unchanged_generators():
+        numbers = [draw() for _ in range(3)]
+    assert [draw() for _ in range(3)] == numbers
+
+
+@pytest.mark.parametrize("draw", DRAWS, ids=["python", "numpy", "torch"])
 def test_one_seed_gives_one_sequence_of_numbers(draw):
     with torch.random.fork_rng(devices=[]):
         states = random.getstate(), np.random.get_state()
