@@ -61,11 +61,11 @@ class PrintableRecord(logging.LogRecord):
 
 
 class PrintableStream(io.TextIOWrapper):
-    """A text stream that escapes what is written to it by `printable`."""
+    """A text stream that escapes what is written to it by `printable`, and hides passwords in URLs."""
 
     def write(self, text: str) -> int:
         """Write a text and return its length."""
-        super().write(printable(text))
+        super().write(printable(hide_passwords(text)))
         return len(text)
 
 

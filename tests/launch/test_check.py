@@ -8,6 +8,7 @@ import torch
 
 from hybrid_rl.checkpoints.lock import RunLock
 from hybrid_rl.config import Config, ConfigError
+from hybrid_rl.monitoring.trackers import libraries
 from hybrid_rl.planning.plan import GIB, Machine
 from launch.check import check_run_elsewhere, check_run_here, num_ranks_here, start_checked
 from tests.conftest import VALID_CONFIG, change
@@ -101,3 +102,15 @@ def test_a_run_on_another_machine_is_planned_for_its_gpus(config, monkeypatch):
     assert lines[:2] == ["settings, models and data: no mistakes", "ranks: 8, with a GPU each; nodes: 2"]
     with pytest.raises(ConfigError, match=r"phase .* needs .* bytes"):
         check_run_elsewhere(config, Machine(gpu_memory_bytes=1 << 20))
+
+
+def test_a_tracker_without_its_library_is_found(config, monkeypatch):
+    monkeypatch.setattr(libraries, "REQUIRED", {"wandb": (("no-such-package", "1"),)})
+    with pytest.raises(ConfigError) as error:
+        check_run_here(change(config, {"run.trackers": ["tensorboard", "wandb"]}), None)
+    assert error.value.messages == (
+        "run.trackers: wandb needs the package no-such-package, which is not installed: run `pip install "
+        "'hybrid_rl[wandb]'`, or take wandb out of the list",
+    )
+    with pytest.raises(ConfigError, match=r"run\.trackers"):
+        check_run_here(change(config, {"run.trackers": ["neptune"]}), None)

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -197,6 +198,22 @@ def test_a_server_that_never_answers_costs_a_warning_and_the_seconds_of_the_end(
         "metrics.jsonl has every row, and mlflow has the rows up to step 0"
     )
     assert len((config.run_dir / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.slow
+def test_a_server_that_refuses_is_one_warning_and_its_password_is_in_no_file(config, monkeypatch, caplog):
+    needs("mlflow")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://me:secret@127.0.0.1:{server.getsockname()[1]}"
+    for name, value in {"TRACKING_URI": url, "HTTP_REQUEST_MAX_RETRIES": "0"}.items():
+        monkeypatch.setenv(f"MLFLOW_{name}", value)
+    monkeypatch.setattr(start, "FINISH_S", 300.0)
+    write_steps(with_trackers(config, "mlflow"), 1, 3)
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert re.match(r"run\.trackers: mlflow fails \(MlflowException: .*\); the run goes on, metrics\.jsonl ", warning)
+    log = (config.run_dir / "trackers" / "mlflow.log").read_text()
+    assert "MlflowException" in log and "127.0.0.1" in log
+    assert not [path for path in config.run_dir.rglob("*") if path.is_file() and b"secret" in path.read_bytes()]
 
 
 def test_a_silent_a_failing_and_an_ended_process_are_reported_once_each(config, tmp_path, monkeypatch, caplog):

@@ -30,7 +30,7 @@ from hybrid_rl.monitoring.trackers.content import (
     summary_values,
 )
 from hybrid_rl.monitoring.trackers.ledger import FOLDER, HISTOGRAMS, ledger_path, read_ledger, write_ledger
-from hybrid_rl.printable import hide_passwords
+from hybrid_rl.printable import PrintableStream, hide_passwords
 
 DONE = b"done"
 """Word of the trainer for a run that has ended without an error."""
@@ -73,7 +73,8 @@ class Follower:
             run: the run, whose settings say how many responses a table has and how often there is one.
             open_tracker: opens the run of the tracker, also one that exists.
         """
-        self._run, self._open, self._tracker = run, open_tracker, None
+        self._run, self._open = run, open_tracker
+        self._tracker: Tracker | None = None
         self._path = ledger_path(run.folder, library)
         self._ledger = read_ledger(self._path, run.run_id)
         self._rows, self._histograms = Lines(run.folder / "metrics.jsonl"), Lines(run.folder / FOLDER / HISTOGRAMS)
@@ -186,6 +187,8 @@ def words_of(trainer_id: int) -> Callable[[float], bytes | None]:
 
 def main() -> int:
     """Follow a run until it ends; return the exit code."""
+    sys.stdout = PrintableStream(sys.stdout.buffer, errors="backslashreplace", line_buffering=True)
+    sys.stderr = PrintableStream(sys.stderr.buffer, errors="backslashreplace", line_buffering=True)
     trainer_id = os.getppid()
     library, folder, run_id = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     with (folder / FOLDER / f"{library}.lock").open("w") as lock:
