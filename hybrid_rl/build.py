@@ -103,6 +103,8 @@ def build_in(
     opened.append(lambda: recorder.close(sys.exception()))
     recorder.start()
     start.record_in(recorder.timeline)
+    if world.device.type == "cuda":
+        recorder.timeline.counter("device_memory_loading_plan", **{m.name: m.gpu_bytes for m in plan.loading})
     for line in (*first_lines(prepared, world), *prepared.data.lines):
         recorder.say(line)
     memory = MemoryManager(

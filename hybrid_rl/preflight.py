@@ -180,7 +180,8 @@ def _prepare_in(folder: RunFolder | None, config: Config, site: Site, checks: Ch
     plan = checks.run(lambda: plan_run(config, shapes, site.machine, is_cpu=site.is_cpu)) if shapes else None
     why_copies = checks.run(lambda: _why_copies(config, shapes, site)) if shapes else None
     if shapes and plan:
-        _check_engines(checks, config, shapes, plan, site, is_aliased=why_copies == "")
+        with site.stage("engines"):
+            _check_engines(checks, config, shapes, plan, site, is_aliased=why_copies == "")
     start = checks.run(lambda: _find_start(config, data, site.world))
     if shapes and plan and site.checks_node:
         _check_memory(checks, config, shapes, plan, site, is_aliased=why_copies == "")

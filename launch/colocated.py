@@ -114,12 +114,13 @@ def plan(arguments: list[str], program: str = f"{PROGRAM} plan") -> bool:
         ConfigError: a setting or a model's folder cannot work.
     """
     check_imports()
-    from .machine_options import parse_machine
-    from .plan import add_machine_options, show_plan
+    from .machine_options import add_machine_options, parse_machine
 
     parser = make_translating_parser(program, description("plan", program))
     add_machine_options(parser)
     config, settings = read_settings(parser, arguments)
+    from .plan import show_plan
+
     choose_accelerator()
     return show_plan(prepare(config), parse_machine(settings))
 
@@ -135,17 +136,17 @@ def check_only(arguments: list[str], program: str = f"{PROGRAM} check") -> bool:
         ConfigError: everything that is wrong and can be known before a model loads.
     """
     check_imports()
-    from .check import check_run_elsewhere, check_run_here
-    from .machine_options import parse_machine
-    from .plan import add_machine_options
+    from .machine_options import add_machine_options, parse_machine
 
     parser = make_translating_parser(program, description("check", program))
     parser.add_argument("--num_processes", type=int | None, default=None, help=NUM_PROCESSES)
     add_machine_options(parser)
     config, settings = read_settings(parser, arguments)
+    from .check import check_run_elsewhere, check_run_here
+
     choose_accelerator()
-    if settings.gpus is None and settings.gpu is None:
-        check(settings.nodes is None, f"--nodes {settings.nodes}: needs --gpus, the GPUs of a node, or --gpu")
+    if settings.gpus is None and settings.gpu is None and settings.gpu_memory is None:
+        check(settings.nodes is None, f"--nodes {settings.nodes}: needs --gpu, the card, or --gpus, the GPUs of a node")
         lines = check_run_here(config, settings.num_processes)
     else:
         lines = check_run_elsewhere(config, parse_machine(settings))

@@ -2,21 +2,32 @@
 
 import re
 from argparse import Namespace
-
-import torch
+from typing import TYPE_CHECKING
 
 from hybrid_rl.config import ModelsConfig, check
-from hybrid_rl.machine.gpus import check_capability
 from hybrid_rl.planning.cards import CARDS, Card, find_card
-from hybrid_rl.planning.plan import GIB, Machine
+
+from .settings import SettingsParser
+
+if TYPE_CHECKING:  # it imports torch, for which --help need not wait
+    from hybrid_rl.planning.plan import Machine
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-DEFAULT_BYTES = 80 * GIB
+DEFAULT_BYTES = 80 << 30
 """Memory of a GPU where no option names any, and this machine has none."""
 GPU = f"The card, one of {', '.join(CARDS)}; null is the one of this machine, if it is among these."
 GPU_MEMORY = "Memory of a GPU, such as 80GiB or 40GB; null is the card's. Without --gpu no seconds are predicted."
 HOST_MEMORY = "Memory of a node, such as 512GiB; null only says what the run takes."
+
+
+def add_machine_options(parser: SettingsParser) -> None:
+    """Add the options that describe a machine."""
+    parser.add_argument("--gpu", default=None, help=GPU)
+    parser.add_argument("--gpu-memory", default=None, help=GPU_MEMORY)
+    parser.add_argument("--gpus", type=int | None, default=None, help="GPUs of a node.")
+    parser.add_argument("--nodes", type=int | None, default=None, help="Nodes.")
+    parser.add_argument("--host-memory", default=None, help=HOST_MEMORY)
 
 
 def parse_bytes(text: str, *, field: str) -> int:
@@ -49,7 +60,7 @@ def parse_card(name: str) -> Card:
     return CARDS[name.lower()]
 
 
-def parse_machine(settings: Namespace, found: Machine | None = None) -> Machine:
+def parse_machine(settings: Namespace, found: "Machine | None" = None) -> "Machine":
     """Return the machine that the options describe.
 
     Args:
@@ -60,6 +71,8 @@ def parse_machine(settings: Namespace, found: Machine | None = None) -> Machine:
     Raises:
         ConfigError: a memory is not a size, or a card is not known.
     """
+    from hybrid_rl.planning.plan import Machine
+
     found = found or machine_here()
     card = parse_card(settings.gpu) if settings.gpu else None
     memory = parse_bytes(settings.gpu_memory, field="--gpu-memory") if settings.gpu_memory else None
@@ -75,19 +88,25 @@ def parse_machine(settings: Namespace, found: Machine | None = None) -> Machine:
     )
 
 
-def machine_here() -> Machine:
+def machine_here() -> "Machine":
     """Return one GPU of this machine; without one, an unknown card of DEFAULT_BYTES."""
+    import torch
+
+    from hybrid_rl.planning.plan import Machine
+
     if not torch.cuda.is_available():
         return Machine(gpu_memory_bytes=DEFAULT_BYTES)
     properties = torch.cuda.get_device_properties(0)
     return Machine(gpu_memory_bytes=properties.total_memory, card=find_card(properties.name))
 
 
-def check_card(machine: Machine, models: ModelsConfig) -> None:
+def check_card(machine: "Machine", models: ModelsConfig) -> None:
     """Check that a known card can compute what the settings of the models ask for; see check_capability.
 
     Raises:
         ConfigError: it cannot.
     """
+    from hybrid_rl.machine.gpus import check_capability
+
     if machine.card:
         check_capability(machine.card.name, machine.card.capability, models, ())

@@ -14,8 +14,8 @@ from hybrid_rl.planning.cards import find_card
 from hybrid_rl.planning.plan import Machine
 from hybrid_rl.planning.startup import machine_of
 
-from .machine_options import DEFAULT_BYTES, parse_machine
-from .plan import add_machine_options, show_plan
+from .machine_options import DEFAULT_BYTES, add_machine_options, parse_machine
+from .plan import show_plan
 from .settings import SettingsParser, prepare, read_settings
 
 ADDRESS = "Cluster whose nodes and GPUs are planned for, host:port or auto; null takes --gpus and --nodes."

@@ -108,6 +108,12 @@ class DeviceMemory:
             if phase in self._planned:
                 self._timeline.counter("device_memory_plan", **self._planned[phase])
 
+    def record_loading(self, tenant: str) -> None:
+        """Measure the memory in use when a tenant is built, before it is released; a counter of the timeline only."""
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            self._timeline.counter("device_memory_loading", **{tenant: total - free - self._foreign_bytes})
+
     def record_peak(self, phase: str) -> None:
         """Measure the memory in use before a phase frees any; keeps the maximum if a step opens the phase twice.
 

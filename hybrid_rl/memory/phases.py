@@ -67,6 +67,7 @@ class MemoryManager:
         if name in self._tenants:
             raise PhaseError(f"tenant {name} was admitted before")
         self._tenants[name] = tenant
+        self.device_memory.record_loading(name)
         self._release(name, "build", 0)
         self._empty_cache()
 

@@ -70,8 +70,10 @@ def check_plan(plan: Plan, config: Config, shapes: Shapes) -> None:
     """Raise unless the plan fits.
 
     Raises:
-        ConfigError: the fullest phase needs more than there is; the message suggests an alternative that fits.
+        ConfigError: the fullest phase, or the start, needs more than there is; the message suggests an alternative that
+            fits. Or the start needs more host memory than a node has.
     """
+    check(not plan.missing_host_bytes, plan.host_shortage())
     if plan.missing_bytes:
         found = find_fitting_alternative(config, plan.machine, shapes)
         check(False, f"{plan.shortage()}; {describe_alternative(found)}")

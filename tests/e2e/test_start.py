@@ -26,7 +26,8 @@ def check_timeline(path: Path) -> dict[str, float]:
 
 
 EXPECTED = {
-    *("imports and settings", "ranks", "checks", "checks: dataset", "models.actor", "rollout engine"),
+    *("imports and settings", "ranks", "checks", "checks: dataset", "checks: engines"),
+    *("models.actor", "rollout engine"),
     *("optimizer of the actor", "parameters of the actor", "models.critic", "optimizer of the critic"),
     *("parameters of the critic", "models.reference", "models.reward"),
     *("record of the run", "garbage collection"),
