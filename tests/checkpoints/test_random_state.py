@@ -8,7 +8,6 @@ import torch
 
 from hybrid_rl.checkpoints.random_state import seed_generators, unchanged_generators
 
-
 DRAWS = [random.random, np.random.random, lambda: float(torch.rand(1))]
 
 
