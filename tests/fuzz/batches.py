@@ -47,11 +47,8 @@ def sampled_places(rollout: Rollout) -> list[int]:
     """Return the positions of the sampled tokens in the response."""
     if not rollout.turns:
         return list(range(len(rollout.response_ids)))
-    ends = itertools.accumulate(turn.num_tokens for turn in rollout.turns)
-    spans = [
-        range(end - turn.num_tokens, end) for turn, end in zip(rollout.turns, ends, strict=True) if turn.is_sampled
-    ]
-    return [place for span in spans for place in span]
+    is_sampled = [turn.is_sampled for turn in rollout.turns for _ in range(turn.num_tokens)]
+    return [place for place, sampled in enumerate(is_sampled) if sampled]
 
 
 def check_packing(rng: random.Random, folder: Path) -> None:
