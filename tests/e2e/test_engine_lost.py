@@ -85,7 +85,7 @@ def test_a_run_whose_engines_are_killed_ends_as_one_whose_engine_lives(
     """The kills hit the engine while it generates or copies weights, a tenth of a second after the phase has begun."""
     results = []
     for name in ("undisturbed", "disturbed"):
-        rollout = {"engine": "vllm", "max_response_tokens": 48, "restarts": len(MOMENTS)}
+        rollout = {"engine": "vllm", "max_response_tokens": 40, "restarts": len(MOMENTS)}
         (tmp_path / name).mkdir()
         config = make_config(tmp_path / name, rollout=rollout, sync={"mode": mode}, run={"num_steps": 5})
         (tmp_path / "settings.yaml").write_text(yaml.safe_dump(as_dict(config)))

@@ -40,7 +40,7 @@ class LiveRun:
         """Take the folder of the run, the process of its command, and the site that it uses."""
         self.run_dir, self.program, self.site = run_dir, program, site
 
-    def wait_for(self, is_reached: Callable[[], bool], what: str, limit_s: float = 240.0) -> None:
+    def wait_for(self, is_reached: Callable[[], bool], what: str, limit_s: float = 600.0) -> None:
         """Wait until something holds.
 
         Raises:
