@@ -88,7 +88,7 @@ DATA = (
     maps("dataset_test_split", str, "test", "prompts.eval_split"),
     moot("dataset_streaming", bool, PREPARED),
     moot("streaming", bool, PREPARED),
-    refused("datasets", str, None, "several data sets cannot be mixed here; give dataset_name", num_values=None),
+    refused("datasets", str, None, "a mixture is not translated; give dataset_name, and list the data sets in prompts.path", num_values=None),
     refused("test_split_size", finite, None, "data are not split here; give dataset_test_split"),
     maps("shuffle_dataset", bool, True, "prompts.shuffle"),
     moot("remove_unused_columns", bool, "a row keeps all its columns"),

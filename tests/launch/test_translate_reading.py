@@ -137,7 +137,7 @@ def test_switches_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
         ("--from-trl", "--reward_funcs a.f --reward_weights 1 2", "--reward_weights has 2 values for 1 rewards"),
         ("--from-trl", "--num_generations 3", "--num_generations 3: must divide the 8 responses of a generation"),
         ("--from-trl", "--config no.yaml", "--config no.yaml: cannot be read"),
-        ("--from-trl", "datasets:\n  - path: a", "several data sets cannot be mixed here"),
+        ("--from-trl", "datasets:\n  - path: a", "a mixture is not translated"),
     ],
 )  # fmt: skip
 def test_what_has_no_translation_ends_with_one_sentence(option: str, text: str, sentence: str) -> None:
