@@ -280,8 +280,8 @@ DEEPSPEED = (
         "gradients accumulate in float32",
         when=lambda c: c["ds.grad_accum_dtype"] not in (None, "fp32"),
     ),
-    missing("ds.overlap_comm overlap_comm", bool, False, "DeepSpeed's default applies: on with ZeRO 3, else off"),
-    missing("disable_trace_cache", bool, False, "DeepSpeed's default applies"),
+    maps("ds.overlap_comm overlap_comm", bool, False, "update.deepspeed"),
+    maps("disable_trace_cache", bool, False, "update.deepspeed"),
     maps("ds.tensor_parallel_size ds_tensor_parallel_size", count, 1, "update.tensor_parallel_size"),
     maps(
         "ds.ring_attn_size ring_attn_size",

@@ -240,6 +240,7 @@ RULES: Mapping[str, Callable[[Command], Any]] = {
     "update.critic.min_lr_ratio": lambda c: _min_lr_ratio(c, "critic"),
     "update.actor.kind": lambda c: "cpu_adam" if c["ds.adam_offload"] else "adamw",
     "update.critic.kind": lambda c: "cpu_adam" if c["ds.adam_offload"] else "adamw",
+    "update.deepspeed": _deepspeed,
     "memory.swap": _swap,
     "checkpoint.every_steps": lambda c: 0 if c["ckpt.disable_ds"] else _save_steps(c),
     "checkpoint.export_every_steps": lambda c: _save_steps(c) if c["ckpt.save_hf"] else 0,

@@ -104,11 +104,13 @@ MODELS = (
         "OpenRLHF starts at random, N(0, 1/(hidden+1)^2), if the critic comes from the actor; here it starts at 0",
         when=lambda c: estimator(c) == "gae" and not c["critic.model_name_or_path"] and bool(c["reward.remote_url"]),
     ),
-    lost(
+    maps(
         "ds.value_head_prefix value_head_prefix",
         str,
         "score",
-        "the head of a reward model or critic must be called score; rename its weights",
+        "models.critic",
+        note="the head is found by its shape and name, whatever config.json or this flag calls it",
+        when=lambda c: c["ds.value_head_prefix"] != "score",
     ),
     moot("ref.offload ref_reward_offload", bool, FROZEN),
     moot("reward.offload ref_reward_offload", bool, FROZEN),
@@ -164,9 +166,9 @@ DATA = (
         note="OpenRLHF ends an epoch of a mixture with its first or last data set; here each has epochs of its own",
         when=lambda c: c["data.prompt_probs"] is not None,
     ),
+    maps("data.prompt_probs prompt_data_probs", str, None, "prompts.path"),
     maps("data.prompt_split prompt_split", str, "train", "prompts.split"),
     maps("data.max_samples max_samples", count, 10**8, "run.num_steps", "prompts.max_samples"),
-    maps("data.prompt_probs prompt_data_probs", str, None, "prompts.path"),
     maps("train.num_episodes num_episodes", count, 1, "run.num_steps"),
     fixed(
         "run length",

@@ -75,7 +75,7 @@ MODELS = (
     moot("bnb_4bit_quant_storage", str, NOT_QUANTISED),
     moot("use_bnb_nested_quant", bool, NOT_QUANTISED),
     lost("model_init_kwargs", str, None, "the model's own config.json counts"),
-    lost("trust_remote_code", bool, False, "models with code of their own are missing here"),
+    maps("trust_remote_code", bool, False, "models.trust_remote_code"),
     moot("disable_dropout", bool, "models are always trained without dropout"),
     moot("cast_lm_head_to_fp32", bool, "log-probs are computed in float32"),
     moot("ignore_bias_buffers", bool, "models are not wrapped in DDP"),

@@ -6,7 +6,6 @@ from .trackers import NO_OTHERS, TRACKERS
 from .verl_rules import MODEL, ROLLOUT, has_model_reward, is_guessed
 
 LOGGERS = {"console", "file", *TRACKERS}
-NO_CODE = "models and tokenizers with code of their own are missing here"
 NO_CLASS = "rows, order and rewards follow the settings; classes of one's own are missing here"
 NO_TURNS = "conversations of several turns and tools are missing here"
 OWN_ENGINE = "the reward model scores in the trainer's process, packed by update.micro_batch_tokens"
@@ -50,8 +49,8 @@ MODELS = (
     moot(f"{MODEL}.use_fused_kernels", bool, "models.fused_layers = auto takes Liger where it is installed"),
     moot(f"{MODEL}.fused_kernel_options.*", str, "models.fused_layers = auto takes Liger where it is installed"),
     moot(f"{MODEL}.use_remove_padding", bool, "sequences are always packed"),
-    lost(f"{MODEL}.trust_remote_code data.trust_remote_code", bool, False, NO_CODE),
-    lost(f"{MODEL}.external_lib", str, None, NO_CODE),
+    maps(f"{MODEL}.trust_remote_code data.trust_remote_code", bool, False, "models.trust_remote_code"),
+    lost(f"{MODEL}.external_lib", str, None, "no module is imported; a model's own code lies in its folder"),
     lost(f"{MODEL}.tokenizer_path data.tokenizer", str, None, "the tokenizer in the actor's folder serves all models"),
     lost(f"{MODEL}.hf_config_path", str, None, "the model's own config.json counts"),
     lost(f"{MODEL}.custom_chat_template", str, None, "set prompts.template_path"),

@@ -231,13 +231,27 @@ def test_parallelism_inside_a_model_leaves_fewer_batches() -> None:
 
 
 @pytest.mark.parametrize(
+    "option, argument, name, expected",
+    [
+        ("--from-openrlhf", "--ds.overlap_comm", "update.deepspeed", {"zero_optimization": {"overlap_comm": True}}),
+        ("--from-openrlhf", "--ds.zero_stage 2", "update.deepspeed", {}),
+        ("--from-verl", "data.trust_remote_code=True", "models.trust_remote_code", True),
+        ("--from-trl", "--trust_remote_code", "models.trust_remote_code", True),
+    ],
+)
+def test_what_libraries_are_given_is_translated(option: str, argument: str, name: str, expected: object) -> None:
+    text = translate(SYSTEMS[option], argument.split()).text
+    section, _, field = name.partition(".")
+    assert (yaml.safe_load(text).get(section) or {}).get(field, {}) == expected
+
+
+@pytest.mark.parametrize(
     "option, argument, paragraph",
     [
         ("--from-openrlhf", "--ckpt.path x", "Missing here"),
         ("--from-openrlhf", "--logger.wandb.org x", "Missing here"),
         ("--from-openrlhf", "--use_wandb 0123456789abcdef", "Differs here"),
-        ("--from-openrlhf", "--ds.overlap_comm", "Missing here"),
-        ("--from-openrlhf", "--ds.value_head_prefix value", "Not carried over"),
+        ("--from-openrlhf", "--ds.value_head_prefix value", "Differs here"),
         ("--from-openrlhf", "--actor.optim muon", "Not carried over"),
         ("--from-openrlhf", "--ds.param_dtype fp16", "Differs here"),
         ("--from-openrlhf", "--ds.attn_implementation flash_attention_3", "Differs here"),
