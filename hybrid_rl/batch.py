@@ -276,9 +276,8 @@ def join(batches: Sequence[TrainBatch]) -> TrainBatch:
         return torch.cat([F.pad(v, (0, width - v.shape[1])) if v.ndim == 2 else v for v in values])
 
     names = [f.name for f in fields(TrainBatch) if f.name != "sequences"]
-    return TrainBatch(
-        sequences=[s for batch in filled for s in batch.sequences], **{name: concat(name) for name in names}
-    )
+    joined = {name: concat(name) for name in names}
+    return filled[0].with_fields(sequences=[s for batch in filled for s in batch.sequences], **joined)
 
 
 def pack(batch: TrainBatch, rows: Sequence[int], device: torch.device) -> Packed:

@@ -77,8 +77,8 @@ class Conversations:
             self._answer(number, kind, result)
 
     def _end(self, key: int) -> None:
-        environment = self._open.pop(key, None)
-        result = environment.close() if hasattr(environment, "close") else None
+        close = getattr(self._open.pop(key, None), "close", None)
+        result = close() if callable(close) else None
         if inspect.isawaitable(result):
             asyncio.run_coroutine_threadsafe(_awaited(result), self._event_loop())
 

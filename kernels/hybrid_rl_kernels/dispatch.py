@@ -116,16 +116,19 @@ def gae(
     if scan is gae_reference:
         arguments = (token_rewards, values, response_mask, gamma, gae_lambda, bootstrap_values)
         return reference.gae(*arguments, turn_ends=turn_ends, turn_gamma=turn_gamma)
-    per_token = {"token_rewards": token_rewards, "values": values, "turn_ends": turn_ends}
-    check_same_shape(response_mask=response_mask, **{name: x for name, x in per_token.items() if x is not None})
+    check_same_shape(token_rewards=token_rewards, values=values, response_mask=response_mask)
+    if turn_ends is not None:
+        check_same_shape(turn_ends=turn_ends, response_mask=response_mask)
     _check_rows(len(response_mask), gae_lambda=gae_lambda, bootstrap_values=bootstrap_values)
-    results = scan.scan(
-        Rows(mask=response_mask, bootstrap_values=bootstrap_values, turn_gamma=turn_gamma, **per_token),
-        gamma,
-        gae_lambda,
-        has_moments=False,
-        has_returns=False,
+    rows = Rows(
+        mask=response_mask,
+        values=values,
+        token_rewards=token_rewards,
+        bootstrap_values=bootstrap_values,
+        turn_ends=turn_ends,
+        turn_gamma=turn_gamma,
     )
+    results = scan.scan(rows, gamma, gae_lambda, has_moments=False, has_returns=False)
     return results[0]
 
 
