@@ -113,7 +113,10 @@ def texts(folder: Path) -> str:
 
 
 def test_messages_under_troubleshooting_are_messages_of_the_code():
-    known = "\n".join(texts(ROOT / folder) for folder in ("hybrid_rl", "launch")) + (ROOT / "Makefile").read_text()
+    known = (
+        "\n".join(texts(ROOT / folder) for folder in ("hybrid_rl", "launch", "requirements"))
+        + (ROOT / "Makefile").read_text()
+    )
     rows = [line.split(" | ")[0] for line in (DOCS / "troubleshooting.md").read_text().splitlines() if line[:1] == "|"]
     ours = [row.replace("\\|", "|") for row in rows if "vLLM:" not in row and "CUDA out of memory" not in row]
     messages = [message for row in ours for message in re.findall(r"`([^`]+)`", row)]
