@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 from hybrid_rl.batch import Prompt, Rollout
@@ -189,7 +190,7 @@ def filter_groups(run: Run, scored: Scored, step: int) -> tuple[Scored, Metrics]
         if kept.num_groups >= config.rollout_batch_size:
             break
         prompts = [prompt for prompt in run.data.loader.next_batch() if prompt.prompt_id not in kept.seen]
-        _, responses = roll_out(run, step, lambda prompts=prompts: generate(run, step, prompts))
+        _, responses = roll_out(run, step, partial(generate, run, step, prompts))
         with phase(run, SCORE, step):
             kept.add(score_responses(run, step, *responses))
     return kept.take(config.rollout_batch_size, seed=run.config.run.seed + step)
