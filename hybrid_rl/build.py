@@ -101,12 +101,7 @@ def build_in(
     data_parallel = world.data_parallel_group(config.update.sequence_parallel_size * config.update.tensor_parallel_size)
     recorder = Recorder(config, world, data_parallel)
     opened.append(lambda: recorder.close(sys.exception()))
-    recorder.start()
-    start.record_in(recorder.timeline)
-    if world.device.type == "cuda":
-        recorder.timeline.counter("device_memory_loading_plan", **{m.name: m.gpu_bytes for m in plan.loading})
-    for line in (*first_lines(prepared, world), *prepared.data.lines):
-        recorder.say(line)
+    begin_record(recorder, prepared, world, start)
     memory = MemoryManager(
         plan.residency,
         world.device,
@@ -153,6 +148,17 @@ def build_in(
     start.end()
     recorder.open(run.steps_done + 1, run_id=folder.run_id)
     return run
+
+
+def begin_record(recorder: Recorder, prepared: Prepared, world: World, start: Start) -> None:
+    """Start the record of a run with its first lines, the stages so far and the planned memory of the start."""
+    recorder.start()
+    start.record_in(recorder.timeline)
+    if world.device.type == "cuda":
+        planned = {moment.name: moment.gpu_bytes for moment in prepared.plan.loading}
+        recorder.timeline.counter("device_memory_loading_plan", **planned)
+    for line in (*first_lines(prepared, world), *prepared.data.lines):
+        recorder.say(line)
 
 
 @dataclass(frozen=True, kw_only=True)
