@@ -10,7 +10,7 @@ import torch
 
 from hybrid_rl.algorithms.estimators import group_advantages
 from hybrid_rl.batch import make_train_batch
-from hybrid_rl.config import ConfigError, ModelsConfig, RewardConfig
+from hybrid_rl.config import AdvantageConfig, ConfigError, ModelsConfig, RewardConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.errors import RewardLostError
 from hybrid_rl.memory.micro_batches import TokenLimit
@@ -26,6 +26,7 @@ from hybrid_rl.rewards.scoring import (
     penalize,
     score_responses,
 )
+from hybrid_rl.steps.advantages import add_advantages
 from hybrid_rl.steps.logprobs import Packing, sequence_values
 from tests.conftest import make_rollout
 
@@ -134,6 +135,24 @@ def test_a_gate_multiplies_the_other_functions_and_their_rewards_of_tokens(tmp_p
     assert found.scores.tolist() == [1 + 2 * 1.5, 0] and found.token_rewards == {0: [(0, 1.0)]}
     batch = add_rewards(found, RewardConfig(), max_response_tokens=4, world=WORLD)
     assert batch.rewards.tolist() == [4, 0] and batch.token_rewards.tolist() == [[1, 0], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    "estimator, expected",
+    [
+        ("reinforce_pp", [[0.5 + 0.5 * 1, 1], [0.5 * 1, 1]]),  # the step pays 0.5 of 1.5 at the first token
+        ("dr_grpo", [[0.25, 0.25], [-0.25, -0.25]]),  # the sums 1.5 and 1 are compared
+    ],
+)
+def test_rewards_of_steps_reach_the_advantages_of_their_tokens(tmp_path, estimator, expected):
+    found, _ = judged(tmp_path, "steps", rows=[("7", "math")], token_ends=lambda _: [1, 2])
+    other = replace(found.rollouts[0], sequence_id=1)
+    found += replace(found, rollouts=[other], scores=torch.tensor([1.0], dtype=torch.float64), token_rewards={})
+    batch = add_rewards(found, RewardConfig(), max_response_tokens=4, world=WORLD)
+    batch = batch.with_fields(old_logprobs=torch.zeros(2, 2))
+    config = AdvantageConfig(estimator=estimator, gamma=0.5, whiten=False, kl_coef=0)
+    batch, _ = add_advantages(batch, config, WORLD)
+    assert batch.advantages.tolist() == expected
 
 
 def test_a_function_that_does_not_apply_counts_neither_in_the_score_nor_in_its_mean(tmp_path):
