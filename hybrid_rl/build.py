@@ -110,9 +110,6 @@ def build_in(
         keeps_cache=plan.can_keep_cache,
         enforcement=Enforcement(config.memory, rank=world.rank),
     )
-    tenants = Tenants(config, world.device, always_resident=memory.always_resident)
-    if tenants.reserve_host(sum(allocation.host_bytes for allocation in plan.allocations if allocation.in_bytes)):
-        start.follow("pinning of host memory", tenants.pinning_seconds)
     setup = Setup(
         config=config,
         world=world,
@@ -120,7 +117,7 @@ def build_in(
         data=prepared.data,
         recorder=recorder,
         memory=memory,
-        tenants=tenants,
+        tenants=make_tenants(prepared, world, start, always_resident=memory.always_resident),
         folder=folder,
         opened=opened,
         resume_from=resume_from,
@@ -159,6 +156,14 @@ def begin_record(recorder: Recorder, prepared: Prepared, world: World, start: St
         recorder.timeline.counter("device_memory_loading_plan", **planned)
     for line in (*first_lines(prepared, world), *prepared.data.lines):
         recorder.say(line)
+
+
+def make_tenants(prepared: Prepared, world: World, start: Start, *, always_resident: frozenset[str]) -> Tenants:
+    """Return what makes the tenants of a run, with their host memory being pinned."""
+    tenants = Tenants(prepared.config, world.device, always_resident=always_resident)
+    if tenants.reserve_host(sum(a.host_bytes for a in prepared.plan.allocations if a.in_bytes)):
+        start.follow("pinning of host memory", tenants.pinning_seconds)
+    return tenants
 
 
 @dataclass(frozen=True, kw_only=True)
