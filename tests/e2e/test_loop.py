@@ -127,9 +127,9 @@ def live(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFa
         live.synced += run.engine.checksums(names)
         return report
 
-    def watched_write(step: int, rollouts: list[Rollout], batch: TrainBatch, *metrics: dict[str, float]) -> None:
+    def watched_write(step: int, rollouts: list[Rollout], batch: TrainBatch, *metrics: Any, **named: Any) -> None:
         live.batches.append(batch)
-        write(step, rollouts, batch, *metrics)
+        write(step, rollouts, batch, *metrics, **named)
 
     try:
         with pytest.MonkeyPatch.context() as patch, run.recorder:
