@@ -74,6 +74,14 @@ ON_GPUS = [
         {"update.tensor_parallel_size": 4},
         r"^update.tensor_parallel_size = 4: must divide the 2 num_attention_heads of LlamaForCausalLM",
     ),
+    (
+        {"rollout.tensor_parallel_size": 4, "rollout.engine": "vllm"},
+        r"^rollout.tensor_parallel_size = 4: must divide the actor's 2 attention heads",
+    ),
+    (
+        {"rollout.kv_cache_memory_bytes": 1000, "rollout.engine": "vllm"},
+        r"^rollout.kv_cache_memory_bytes = 1000: holds 3 tokens, and one sequence of prompt and response has 20; set",
+    ),
     ({"models.lora.rank": 1, "models.lora.target_modules": ["no"]}, r"target_modules names no: LlamaForCausalLM has"),
 ]
 
@@ -220,6 +228,14 @@ def test_kernels_that_the_settings_name_must_be_installed(monkeypatch):
         "models.attention = flash_attention_2: flash-attn is not installed; install it, or set auto",
         "models.fused_layers = liger: liger-kernel is not installed; install it, or set auto",
     )
+
+
+def test_the_plan_sizes_the_kv_cache_by_default(config):
+    assert Config().rollout.kv_cache_memory_bytes is None
+    on_gpus = prepare_run(change(config, {"rollout.engine": "vllm"}), site_elsewhere(CARD))
+    assert on_gpus.config.rollout.kv_cache_memory_bytes == on_gpus.plan.kv_bytes
+    assert on_gpus.plan.kv_sequences >= config.responses_per_step
+    assert prepare_run(config, site_here(1)).config.rollout.kv_cache_memory_bytes == GIB
 
 
 def test_first_lines_on_a_cpu(config):

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable
 
+from hybrid_rl.config import Config, check
 from hybrid_rl.memory.residency import ROLLOUT, Phase
-from hybrid_rl.planning.plan import GIB, Allocation, peak_bytes
+from hybrid_rl.planning.plan import GIB, Allocation, Plan, peak_bytes
+from hybrid_rl.planning.shapes import Shapes
 from hybrid_rl.planning.workload import Workload
 
 ENGINE_CONTEXT_BYTES, GRAPHS_LAYER_BYTES = int(0.9 * GIB), int(0.8 * GIB) // 28
@@ -68,3 +70,29 @@ def _activation_bytes(work: Workload) -> int:
     shape = work.shapes.actor
     layer = shape.transient_bytes(ENGINE_BATCH_TOKENS, work.dtype_bytes)
     return layer + 3 * 4 * work.max_concurrent_sequences * shape.vocab_size
+
+
+def check_engine_heads(config: Config, shapes: Shapes) -> None:
+    """Check that the engine can divide the actor's attention heads over its GPUs.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    size, heads = config.rollout.tensor_parallel_size, shapes.actor.num_heads
+    check(heads % size == 0, f"rollout.tensor_parallel_size = {size}: must divide the actor's {heads} attention heads")
+
+
+def check_kv_cache(config: Config, plan: Plan) -> None:
+    """Check that a KV cache whose size is set holds one sequence, without which vLLM does not start.
+
+    Layers with a sliding window may need less; such a size is refused all the same.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    size = config.rollout.kv_cache_memory_bytes
+    check(
+        size is None or config.rollout.engine != "vllm" or plan.kv_sequences > 0,
+        f"rollout.kv_cache_memory_bytes = {size}: holds {plan.kv_tokens:,} tokens, and one sequence of prompt and "
+        f"response has {config.max_engine_tokens:,}; set null, which takes what the plan leaves",
+    )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from hybrid_rl.config import Config
 from hybrid_rl.planning.advice import Alternative, find_fitting_alternative, larger_micro_batches
 from hybrid_rl.planning.communication_time import bus_seconds
+from hybrid_rl.planning.engine_memory import check_engine_heads, check_kv_cache
 from hybrid_rl.planning.plan import Machine, Plan
 from hybrid_rl.planning.planner import make_plan
 from hybrid_rl.planning.rates import Rates, rates_of
@@ -69,7 +70,9 @@ def make_forecast(config: Config, machine: Machine) -> Forecast:
         ConfigError: a folder holds no model.
     """
     shapes = read_shapes(config)
+    check_engine_heads(config, shapes)
     plan = make_plan(config, machine, shapes)
+    check_kv_cache(config, plan)
     rates = rates_of(machine.card) if machine.card and not why_no_time(config, machine) else None
     time = simulate(config, machine, shapes, plan, rates) if rates else None
     fits = not plan.missing_bytes

@@ -10,6 +10,7 @@ from hybrid_rl.memory.device import available_bytes
 from hybrid_rl.models.loading import choose_dtype
 from hybrid_rl.planning.advice import describe_alternative, find_fitting_alternative
 from hybrid_rl.planning.cards import find_card
+from hybrid_rl.planning.engine_memory import check_engine_heads, check_kv_cache
 from hybrid_rl.planning.plan import GIB, Machine, Plan
 from hybrid_rl.planning.planner import make_plan
 from hybrid_rl.planning.shapes import Shapes
@@ -56,12 +57,12 @@ def plan_run(config: Config, shapes: Shapes, machine: Machine, *, is_cpu: bool) 
     On a CPU memory is not limited and no tenant moves; the KV cache has at least 1 GiB, because its blocks are larger.
 
     Raises:
-        ConfigError: the run does not fit, see check_plan; the engine cannot be sharded.
+        ConfigError: the run does not fit, see check_plan; the engine cannot be sharded, or its KV cache is too small.
     """
     config = settings_on_cpu(config) if is_cpu else config
-    size, heads = config.rollout.tensor_parallel_size, shapes.actor.num_heads
-    check(heads % size == 0, f"rollout.tensor_parallel_size = {size}: must divide the actor's {heads} attention heads")
+    check_engine_heads(config, shapes)
     plan = make_plan(config, machine, shapes)
+    check_kv_cache(config, plan)
     check_plan(plan, config, shapes)
     return replace(plan, kv_bytes=max(plan.kv_bytes, GIB)) if is_cpu else plan
 

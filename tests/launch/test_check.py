@@ -48,7 +48,7 @@ def test_a_run_without_mistakes_is_described_and_nothing_is_written(config):
     num_rows = len(Path(config.prompts.path).read_text().splitlines())
     lines = check_run_here(config, None)
     assert lines[:2] == ["settings, models, data and machine: no mistakes", "ranks: 1, with a CPU each; nodes: 1"]
-    assert f"{num_rows} prompts in the format plain" in lines[2]
+    assert lines[2].startswith(f"prompts: {num_rows} for training")
     assert "actor: LlamaForCausalLM in float32, attention sdpa, no fused layers" in lines
     assert lines[-1] == "start: step 1"
     assert not Path(config.run.dir).exists()
