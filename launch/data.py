@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.batch import Prompt, Rollout
 from hybrid_rl.config import Config
@@ -53,7 +54,7 @@ def show_data(config: Config, console: Console | None = None) -> bool:
             title = f"prompts.eval_path, {name}" if name else "prompts.eval_path"
             _show_lengths([len(prompt.token_ids) for prompt in held_out], title, console)
         results = [
-            _show_scores(pool, prompts, name, console)
+            _show_scores(pool, prompts, name, console, data.tokenizer)
             for name, pool, prompts in (
                 ("reward.functions", data.scorer, _answered(data.loader.prompts)),
                 ("evaluation", data.eval_scorer, _answered(data.eval_prompts)),
@@ -111,7 +112,9 @@ def _answered(prompts: Sequence[Prompt]) -> list[Prompt]:
     return [prompt for group in found.values() for prompt in group[:NUM_SCORED]]
 
 
-def _show_scores(pool: ScorerPool, prompts: Sequence[Prompt], name: str, console: Console) -> bool:
+def _show_scores(
+    pool: ScorerPool, prompts: Sequence[Prompt], name: str, console: Console, tokenizer: PreTrainedTokenizerBase
+) -> bool:
     """Print how often each rule function finds the answer right, in its best form, and an empty response.
 
     A prompt with several right answers counts where the function finds each of them right.
@@ -119,8 +122,8 @@ def _show_scores(pool: ScorerPool, prompts: Sequence[Prompt], name: str, console
     Returns:
         whether every function finds some answer right, and no empty response.
     """
-    right = {form: _right(pool, prompts, text) for form, text in FORMS.items()}
-    empty = _right(pool, prompts, "")
+    right = {form: _right(pool, prompts, text, tokenizer) for form, text in FORMS.items()}
+    empty = _right(pool, prompts, "", tokenizer)
     table = Table(name, "right on the answer", "as", "right on an empty response", title_justify="left")
     is_told_apart = True
     for function in empty:
@@ -133,7 +136,9 @@ def _show_scores(pool: ScorerPool, prompts: Sequence[Prompt], name: str, console
     return is_told_apart
 
 
-def _right(pool: ScorerPool, prompts: Sequence[Prompt], text: str) -> dict[str, list[bool]]:
+def _right(
+    pool: ScorerPool, prompts: Sequence[Prompt], text: str, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, list[bool]]:
     """Return for each rule function whether it finds the responses to each prompt that it scores right.
 
     Args:
@@ -143,7 +148,7 @@ def _right(pool: ScorerPool, prompts: Sequence[Prompt], text: str) -> dict[str, 
         Rollout(
             prompt=prompt,
             sequence_id=number,
-            response_ids=[],
+            response_ids=list(tokenizer(text.format(answer), add_special_tokens=False)["input_ids"]),
             rollout_logprobs=[],
             is_truncated=False,
             text=text.format(answer),
