@@ -62,7 +62,9 @@ def serialize(function: Callable[..., object], name: str) -> GivenFunction:
     """
     shown = name.removeprefix(PREFIX)
     if not callable(function):
-        raise ConfigError(f"reward_functions: {function!r} is not a function")
+        raise ConfigError(
+            f"reward_functions: {function!r} is not a function; a reward model belongs into models.reward"
+        )
     try:
         content = cloudpickle.dumps(function)
     except Exception as error:  # whatever the objects raise that the function holds

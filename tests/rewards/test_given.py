@@ -64,7 +64,7 @@ def test_every_function_that_cannot_be_used_is_reported():
     with pytest.raises(ConfigError) as caught:
         score([f, f, 3])
     assert str(caught.value).splitlines() == [
-        "reward_functions: 3 is not a function",
+        "reward_functions: 3 is not a function; a reward model belongs into models.reward",
         "reward_functions: two are called f; give each a __name__ of its own",
     ]
     with pytest.raises(ConfigError, match=r"'given:<lambda>': its signature is <lambda>\(a, b, c\), which is none of"):
