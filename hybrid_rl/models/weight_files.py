@@ -2,7 +2,7 @@
 
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,7 @@ def _read_pickle(file: Path) -> Mapping[str, Tensor | str]:
     }
 
 
-def shorten(names: list[str], limit: int = 3) -> str:
+def shorten(names: Sequence[str], limit: int = 3) -> str:
     """Return the first names, and the number of the others."""
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + rest

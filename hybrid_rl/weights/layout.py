@@ -6,6 +6,7 @@ group has the order of the model, except that the weights which the engine fuses
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from hybrid_rl.config import Config
 from hybrid_rl.weights.bucket import Slot
@@ -75,6 +76,11 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def _zero(config: Config) -> dict[str, Any]:
+    given = config.update.deepspeed.get("zero_optimization")
+    return given if isinstance(given, dict) else {}
+
+
 def why_not_alias(config: Config, *, architecture: str, tensors: Sequence[NamedShape]) -> str | None:
     """Return the reason why the engine cannot alias the trainer's weights, with its remedy; None if it can.
 
@@ -92,6 +98,12 @@ def why_not_alias(config: Config, *, architecture: str, tensors: Sequence[NamedS
         return "update.zero_stage = 3 shards the trainer's weights, the engine's are unsharded; use 0 to 2"
     if config.models.lora.rank:
         return f"models.lora.rank = {config.models.lora.rank}: the trainer has no merged weights to alias; use 0"
+    for field, given, key in (
+        ("rollout.vllm", config.rollout.vllm, "model_impl"),
+        ("update.deepspeed.zero_optimization", _zero(config), "round_robin_gradients"),
+    ):
+        if key in given:
+            return f"{field}.{key} = {given[key]} may change the order of the weights; remove it"
     if architecture not in KNOWN:
         return f"{architecture} is not one of {', '.join(sorted(KNOWN))}: its layout in the engine is unknown; use copy"
     odd = [slot for slot in alias_slots(tensors, num_ranks=1) if slot.offset % _VECTOR_BYTES]

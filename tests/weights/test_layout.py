@@ -87,6 +87,18 @@ def test_known_architectures_can_be_aliased():
         (Config(update=UpdateConfig(tensor_parallel_size=2)), "LlamaForCausalLM", LLAMA, "update.tensor_parallel_size"),
         (Config(update=UpdateConfig(zero_stage=3)), "LlamaForCausalLM", LLAMA, "update.zero_stage = 3"),
         (Config(models=ModelsConfig(lora=LoraConfig(rank=4))), "LlamaForCausalLM", LLAMA, "models.lora.rank = 4"),
+        (
+            Config(rollout=RolloutConfig(vllm={"model_impl": "transformers"})),
+            "LlamaForCausalLM",
+            LLAMA,
+            "rollout.vllm.model_impl = transformers",
+        ),
+        (
+            Config(update=UpdateConfig(deepspeed={"zero_optimization": {"round_robin_gradients": True}})),
+            "LlamaForCausalLM",
+            LLAMA,
+            "update.deepspeed.zero_optimization.round_robin_gradients = True",
+        ),
         (Config(), "GPT2LMHeadModel", LLAMA, "GPT2LMHeadModel is not one of LlamaForCausalLM, "),
         (Config(), "LlamaForCausalLM", [("a", (3, 3), F32), *LLAMA], "embed would begin at byte 36"),
     ],
