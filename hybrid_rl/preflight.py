@@ -263,8 +263,9 @@ def _check_engines(checks: Checks, config: Config, shapes: Shapes, plan: Plan, s
         aliased = dtype.itemsize * shapes.actor.num_params * is_aliased
         checks.run(lambda: check_engine_memory(config, device, plan.machine.gpu_memory_bytes, aliased_bytes=aliased))
     if site.checks_node or not site.is_here:
-        checks.run(lambda: check_engine(config, device, is_here=site.is_here))
         checks.run(lambda: check_deepspeed(config, dtype=dtype, device=device))
+        if not checks.messages:  # vLLM takes seconds to import, and would repeat what is found already
+            checks.run(lambda: check_engine(config, device, is_here=site.is_here))
 
 
 def check_same_weights(config: Config, shapes: Shapes) -> None:
