@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hybrid_rl.config import Config
+from tests.e2e.test_ranks import assert_close
 
 NAMES = ("sums", "words")
 
@@ -105,3 +106,33 @@ def test_greedy_evaluations_are_the_default_and_do_not_depend_on_the_sets(
         assert row["eval/words/accuracy"] == other["accuracy"]
         assert row["eval/words/response_length"] == other["eval/response_length"]
         assert row["accuracy"] == pytest.approx((row["eval/words/accuracy"] + row["eval/sums/accuracy"]) / 2)
+
+
+@pytest.mark.slow
+def test_two_ranks_evaluate_and_train_what_one_does(mixed, train_here, read_run, launch, tmp_path):
+    """Five held-out prompts of one set and six of the other, in batches of three prompts of the mixture."""
+    sections = {"rollout": {"rollout_batch_size": 3}, "update": {"mini_batch_size": 2}, "run": {"num_steps": 2}}
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    ended = launch(mixed(tmp_path / "two", **sections), "--num_processes", "2")
+    assert ended.code == 0, ended.output
+    assert ended.output.count("in the format plain, 50.0% of the mixture") == 1  # rank 0 alone
+    assert_close(read_run(mixed(tmp_path / "two", **sections)), train_here(mixed(tmp_path / "one", **sections)))
+    for row, wanted in zip(evaluations(tmp_path / "two"), evaluations(tmp_path / "one"), strict=True):
+        assert row == pytest.approx(wanted, rel=1e-4, abs=1e-6) and len(row) == 19
+
+
+@pytest.mark.slow
+def test_vllm_samples_an_evaluation_as_it_is_set(mixed, train_here, tmp_path):
+    """A nucleus of one token is greedy decoding, also for longer responses than in training."""
+    narrow = {"eval_samples": 2, "eval_pass_at": [1, 2], "eval_temperature": 1.5, "eval_top_p": 1e-6}
+    greedy = {"eval_samples": 1, "eval_pass_at": None, "eval_temperature": None, "eval_top_p": 1.0}
+    found = {}
+    for name, settings in {"narrow": narrow, "greedy": greedy}.items():
+        run = {**settings, "num_steps": 1, "eval_max_response_tokens": 20}
+        train_here(mixed(tmp_path / name, run=run, rollout={"engine": "vllm", "max_response_tokens": 12}))
+        found[name] = evaluations(tmp_path / name)[0]
+    for metric in ("accuracy", "score", "response_length", "truncated"):
+        assert all(found["narrow"][f"eval/{n}/{metric}"] == found["greedy"][f"eval/{n}/{metric}"] for n in NAMES)
+    assert max(found["greedy"][f"eval/{n}/response_length"] for n in NAMES) > 12
+    assert all(found["narrow"][f"eval/{n}/pass@2"] == found["narrow"][f"eval/{n}/pass@1"] for n in NAMES)

@@ -195,8 +195,9 @@ def wrong_type(rng: random.Random) -> tuple[str, Any]:
     name = rng.choice(sorted(HINTS))
     kind, takes_null = plain_type(HINTS[name])
     choices = ["neither", 5.5, True, [], {"a": 1}] if kind is typing.Literal else WRONG_OF_TYPE[kind]
-    if kind is str:
-        choices = [["a"], {"a": 1}]  # numbers and words of YAML may be meant as text
+    if kind is str:  # numbers and words of YAML may be meant as text
+        others = typing.get_args(HINTS[name])
+        choices = [value for value in (["a"], {"a": 1}) if type(value) not in others]
     return name, rng.choice([*choices, *([] if takes_null else [None] * 3)])
 
 

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from hybrid_rl.config import Config, ConfigError, as_dict
 from hybrid_rl.settings.ranges import RANGES
-from hybrid_rl.settings.types import describe, get_setting, is_optional, setting_types, with_settings, without_null
+from hybrid_rl.settings.types import (
+    alternatives,
+    describe,
+    get_setting,
+    is_optional,
+    setting_types,
+    with_settings,
+    without_null,
+)
 from hybrid_rl.settings.yaml_format import dump
 from hybrid_rl.validate import validate
 from launch import colocated
@@ -25,6 +33,8 @@ WRONG: dict[Any, str] = {
     float: "fast",
     bool: "2",
     dict: "[1]",
+    str | list: "{a: 1}",
+    str | dict: "[1]",
     list[str]: "{a: 1}",
     list[int]: "[1, x]",
     list[float]: "[x]",
@@ -38,6 +48,8 @@ ROOT = Path(__file__).parents[2]
 
 def wrong(annotation: Any) -> str:
     inner = without_null(annotation)
+    if get_origin(inner) is list and get_origin(get_args(inner)[0]) is Literal:
+        return "[no_such_choice]"
     return "no_such_choice" if get_origin(inner) is Literal else WRONG[inner]
 
 
@@ -84,7 +96,7 @@ def test_value_of_another_type_is_refused_in_a_file_and_on_the_command_line(name
     text = wrong(annotation)
     sentence = f"{name} = {text}: must be {describe(annotation)}"
     assert file_sentences(tmp_path / "c.yaml", f"{name}: {text}\n") == [f"f, line 1: {sentence}"]
-    if without_null(annotation) is not str:  # on the command line everything is text
+    if str not in alternatives(annotation):  # on the command line everything is text
         assert sentences(f"--{name}={text}") == (sentence,)
 
 
@@ -426,21 +438,28 @@ def test_printed_settings_are_read_again(tmp_path, capsys):
 # A file that a run writes
 
 
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+
+
 def values(name: str) -> st.SearchStrategy[Any]:
     """Return values of the type, and in the range, of a setting."""
-    annotation = setting_types()[name]
-    inner, low, high = without_null(annotation), *_bounds(name)
+    low, high = _bounds(name)
     numbers = {int: st.integers(int(low), int(high)), float: st.floats(low, high)}
-    plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
-    scalars = {**numbers, str: st.text(), bool: st.booleans(), dict: st.dictionaries(st.text(), plain, max_size=3)}
-    items = [scalars.get(item) for item in get_args(inner)]
-    kind = {
-        Literal: st.sampled_from(get_args(inner) or [None]),
-        list: st.lists(items[0], max_size=3) if items and items[0] is not None else None,
-        tuple: st.tuples(*items) if None not in items else None,
-    }.get(get_origin(inner), scalars.get(inner))
-    assert kind is not None
-    return st.none() | kind if is_optional(annotation) else kind
+    kinds = [_values_of(kind, numbers) for kind in alternatives(setting_types()[name])]
+    return st.one_of(*([st.none()] if is_optional(setting_types()[name]) else []), *kinds)
+
+
+def _values_of(kind: Any, numbers: dict[Any, st.SearchStrategy[Any]]) -> st.SearchStrategy[Any]:
+    items = get_args(kind)
+    match get_origin(kind) or kind:
+        case origin if origin is Literal:
+            return st.sampled_from(items)
+        case origin if origin is list:
+            return st.lists(_values_of(items[0], numbers) if items else PLAIN, max_size=3)
+        case origin if origin is tuple:
+            return st.tuples(*(_values_of(item, numbers) for item in items))
+    plain = {str: st.text(), bool: st.booleans(), dict: st.dictionaries(st.text(), PLAIN, max_size=3)}
+    return (numbers | plain)[kind]
 
 
 def _bounds(name: str) -> tuple[float, float]:

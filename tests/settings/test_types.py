@@ -3,7 +3,7 @@
 import dataclasses
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import numpy as np
 import pytest
@@ -32,7 +32,14 @@ WRONG: dict[Any, list[Any]] = {
 
 def wrong_values(annotation: Any) -> list[Any]:
     inner = without_null(annotation)
-    values = ["no such choice", True, 17] if get_origin(inner) is Literal else WRONG[inner]
+    of_choices = get_origin(inner) is list and get_origin(get_args(inner)[0]) is Literal
+    values = (
+        ["no such choice", True, 17]
+        if get_origin(inner) is Literal
+        else ["x", ["no such choice"], [3], {"x": 1}]
+        if of_choices
+        else WRONG[inner]
+    )
     return values if inner != annotation else [*values, object()]
 
 
