@@ -60,7 +60,7 @@ def needs(library: str) -> None:
 
 
 class Kept:
-    """A tracker in memory, which refuses a step as often as it is told."""
+    """A tracker in memory, which refuses some steps a number of times."""
 
     def __init__(self, refusals: Mapping[int, int]) -> None:
         self.rows: list[Row] = []
@@ -230,6 +230,15 @@ def test_a_silent_a_failing_and_an_ended_process_are_reported_once_each(config, 
         "run.trackers: unknown has ended with exit code 1"
     ]
     assert "config.yaml" in (folder / "unknown.log").read_text()
+
+
+def test_a_process_that_cannot_be_started_is_a_warning(config, monkeypatch, caplog):
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    write_steps(with_trackers(config, "wandb"), 1, 1)
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        "run.trackers: the process of wandb cannot be started ([Errno 2] No such file or directory: "
+        "'/no/such/python'); the run goes on without it"
+    ]
 
 
 def test_a_process_that_does_not_read_is_killed_with_its_children(tmp_path, monkeypatch):

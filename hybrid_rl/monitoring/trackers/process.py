@@ -29,6 +29,9 @@ class TrackerProcess:
             library: name in run.trackers.
             run_dir: folder of the run, whose config.yaml and metrics.jsonl are written.
             run_id: id of the run.
+        Raises:
+            FileWriteError: its log cannot be written.
+            OSError: no process can be started.
         """
         self.library = library
         self._path, self._run_id = ledger_path(run_dir, library), run_id
@@ -36,7 +39,9 @@ class TrackerProcess:
         self._behind_since: float | None = None
         self._is_reported = False
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        with writing(self._log), open(self._log, "ab", opener=_open_private) as log:
+        with writing(self._log):
+            log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", FOLLOW, library, str(run_dir.absolute()), run_id],
                 stdin=subprocess.PIPE,
@@ -45,6 +50,8 @@ class TrackerProcess:
                 start_new_session=True,
                 env=environment,
             )
+        finally:
+            os.close(log)
 
     @property
     def process_id(self) -> int:
@@ -104,7 +111,3 @@ class TrackerProcess:
             "run.trackers: %s %s; the run goes on, metrics.jsonl has every row, and %s %s; its messages are in %s",
             *(self.library, failure, self.library, consequence, self._log),
         )
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

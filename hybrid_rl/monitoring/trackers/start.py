@@ -1,6 +1,7 @@
 """The trackers of a run as the trainer sees them: TensorBoard, and processes that follow the run for the others."""
 
 import json
+import logging
 import time
 from collections.abc import Mapping
 
@@ -19,6 +20,9 @@ FINISH_S = 30.0
 """Seconds that all processes together may take after a run has done its steps."""
 FAILED_FINISH_S = 10.0
 """Seconds that they may take after a run has failed or is preempted."""
+
+
+logger = logging.getLogger(__name__)
 
 
 class Trackers:
@@ -47,8 +51,15 @@ class Trackers:
             with writing(folder):
                 make_folder(folder)
         self._histograms = folder / HISTOGRAMS
-        self.processes = [TrackerProcess(library, self._run_dir, run_id) for library in libraries]
+        self.processes: list[TrackerProcess] = []
         """One process per library."""
+        for library in libraries:
+            try:
+                self.processes.append(TrackerProcess(library, self._run_dir, run_id))
+            except OSError as error:
+                logger.warning(
+                    "run.trackers: the process of %s cannot be started (%s); the run goes on without it", library, error
+                )
 
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Keep the histograms of a step for the processes, before its row is written to metrics.jsonl.
