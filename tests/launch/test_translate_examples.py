@@ -161,6 +161,7 @@ EXAMPLES = {
                 "resume": "never",
                 "eval_every_steps": 5,
                 "eval_samples": 4,
+                "eval_temperature": 0.6,
             },
             "models": {"actor": "models/sft", "ema_decay": 0.992},
             "prompts": {
