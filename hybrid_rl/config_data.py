@@ -148,10 +148,11 @@ class PromptsConfig:
 
     def of_source(self, source: DataSource) -> "PromptsConfig":
         """Return the settings of one data set; what it does not set itself is as for all."""
-        own = {
+        own: dict[str, Any] = {
             name: value
             for name in ("format", "prompt_column", "answer_column", "task_options")
             if (value := getattr(source, name)) is not None
         }
-        split = {} if source.split is None else {"split": source.split, "eval_split": source.split}
-        return replace(self, **own, **split)
+        if source.split is not None:
+            own |= {"split": source.split, "eval_split": source.split}
+        return replace(self, **own)

@@ -100,7 +100,8 @@ def load_data(config: Config, world: World) -> Data:
     reward_tokenizer = _load_reward_tokenizer(config, tokenizer, findings)
     stop_token_ids = findings.run(lambda: _stop_token_ids(config, tokenizer, template))
     _check_vocabularies(config, read, stop_token_ids or [], findings, reads_own_ids=reward_tokenizer is not None)
-    loader = findings.run(lambda: _make_loader(config, read.training, world)) if read.training else None
+    training = read.training
+    loader = findings.run(lambda: _make_loader(config, training, world)) if training else None
     findings.raise_any()
     assert stop_token_ids and loader and read.training and read.evaluation is not None and read.texts is not None
     held_out = dict(zip(read.evaluation, number_prompts(read.evaluation.values()), strict=True))
@@ -229,7 +230,9 @@ def _check_vocabulary(config: Config, prompts: PromptSet, *, reads_own_ids: bool
         if path is None or (name == "reward" and reads_own_ids):
             continue
         size = _vocabulary_size(config, path, f"models.{name}")
-        for prompt in prompts.prompts if size is not None else ():
+        if size is None:
+            continue
+        for prompt in prompts.prompts:
             highest = max(prompt.token_ids)
             where = f"is not in the vocabulary of models.{name} = {path}, which has {size} ids"
             check(highest < size, f"{prompts.source}: row {prompt.prompt_id}: id {highest} {where}")
@@ -250,7 +253,9 @@ def _check_ptx_vocabulary(config: Config, texts: TextSet) -> None:
     """Check that the actor, the only model that reads the ptx texts, has their ids."""
     path = config.models.actor
     size = _vocabulary_size(config, path, "models.actor")
-    for number, text in enumerate(texts.texts if size is not None else ()):
+    if size is None:
+        return
+    for number, text in enumerate(texts.texts):
         highest = max(text.token_ids)
         check(
             highest < size,
