@@ -49,7 +49,7 @@ def lose(*losses: tuple[str, int]) -> None:
     LostEngine.losses, LostEngine.calls = list(losses), []
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
