@@ -19,7 +19,15 @@ from hybrid_rl.config import Config
 from hybrid_rl.settings.ranges import FINITE, RANGES
 
 PAGE = Path(__file__).parent / "configuration.md"
-WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false", dict: "mapping", list: "list", type(None): "null"}
+WORDS = {
+    str: "text",
+    int: "whole number",
+    float: "number",
+    bool: "true or false",
+    dict: "mapping",
+    list: "list",
+    type(None): "null",
+}
 INTRODUCTION = """\
 # Configuration
 

@@ -52,7 +52,9 @@ class RunConfig:
     """Number of steps whose rollouts stay in `rollouts/`; null keeps all."""
     prometheus_port: int | None = None
     """Port of 127.0.0.1 at which `/metrics` has the metrics of the last step for Prometheus; null opens none."""
-    trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = field(default_factory=lambda: ["tensorboard"])
+    trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = field(
+        default_factory=lambda: ["tensorboard"]
+    )
     """Trackers that get settings, metrics, histograms, sampled responses and evaluations; all but tensorboard need an
     extra of the package, such as `hybrid_rl[wandb]`. A tracker that fails does not end the run."""
     project: str | None = None

@@ -12,8 +12,8 @@ import pytest
 
 from hybrid_rl.distributed import end_for_lost_rank
 from hybrid_rl.distributed.board import FolderBoard, Note, own_note
-from hybrid_rl.processes import machine_id, read_state
 from hybrid_rl.distributed.watch import Peer
+from hybrid_rl.processes import machine_id, read_state
 
 
 @pytest.fixture
