@@ -271,8 +271,8 @@ def warn_of_open_ports(addresses: Collection[str], environment: Mapping[str, str
     num_machines = len(set(addresses))
     if num_machines > 1 and environment.get("RAY_AUTH_MODE", "").lower() != "token":
         logger.warning(
-            "the Ray cluster spans %d machines and asks for no token: whoever reaches a port of it can run code there; "
-            "set RAY_AUTH_MODE=token on every node, or make sure that only these machines reach their network",
+            "the Ray cluster spans %d machines and asks for no token: a process that reaches one of its ports can run "
+            "code in it; set RAY_AUTH_MODE=token on every node, or let only these machines reach their network",
             num_machines,
         )
 

@@ -348,7 +348,7 @@ def test_metrics_describe_the_batches(live: Live):
 def test_summary_compares_the_first_and_the_last_actor(live: Live):
     summary = json.loads((live.dir / "summary.json").read_text())
     first = rows_of(live.dir / "metrics.jsonl")[0]
-    names = ("accuracy", "eval/score", "eval/num_failed", "eval/response_length")
+    names = ("accuracy", "eval/score", "eval/num_failed", "eval/response_length", "eval/truncated")
     assert summary["before"] == {name: first[name] for name in names}
     lengths = [len(generation.token_ids) for generation in live.greedy]
     assert summary["after"]["eval/response_length"] == pytest.approx(sum(lengths) / len(lengths))

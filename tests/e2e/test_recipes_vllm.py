@@ -97,9 +97,11 @@ def trained(
         batches: list[TrainBatch] = []
         write = Recorder.step
 
-        def watched(self: Recorder, step: int, rollouts: list[Rollout], batch: TrainBatch, *metrics: Any) -> Any:
+        def watched(
+            self: Recorder, step: int, rollouts: list[Rollout], batch: TrainBatch, *metrics: Any, **named: Any
+        ) -> Any:
             batches.append(batch)
-            return write(self, step, rollouts, batch, *metrics)
+            return write(self, step, rollouts, batch, *metrics, **named)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Recorder, "step", watched)

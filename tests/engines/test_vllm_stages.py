@@ -38,7 +38,7 @@ class CPUWorker(Worker):
 
 @pytest.fixture
 def start(monkeypatch, tmp_path):
-    """Return what the trainer is told, and the reader of the file in tmp_path."""
+    """Return the messages that the trainer gets, and the reader of the file in tmp_path."""
     modules = {
         "vllm.v1.worker.gpu_worker": {"Worker": type("Worker", (), dict(vars(Worker)))},
         "vllm.compilation.backends": {"VllmBackend": Compiler},
