@@ -74,11 +74,12 @@ def parse_machine(settings: Namespace, found: "Machine | None" = None) -> "Machi
     from hybrid_rl.planning.plan import Machine
 
     found = found or machine_here()
-    card = parse_card(settings.gpu) if settings.gpu else None
-    memory = parse_bytes(settings.gpu_memory, field="--gpu-memory") if settings.gpu_memory else None
+    gpu_memory, host_memory = settings.gpu_memory, settings.host_memory
+    card = None if settings.gpu is None else parse_card(settings.gpu)
+    memory = None if gpu_memory is None else parse_bytes(gpu_memory, field="--gpu-memory")
     if card is None and memory is None:
         card, memory = found.card, found.gpu_memory_bytes
-    host = parse_bytes(settings.host_memory, field="--host-memory") if settings.host_memory else found.host_memory_bytes
+    host = found.host_memory_bytes if host_memory is None else parse_bytes(host_memory, field="--host-memory")
     return Machine(
         gpu_memory_bytes=memory or (card.memory_bytes if card else DEFAULT_BYTES),
         num_gpus=settings.gpus or found.num_gpus,

@@ -38,9 +38,9 @@ class ProgramResult:
         return sentences[0]
 
     def error_sentences(self) -> list[str]:
-        """Return what the program said, which must be lines with errors and nothing else."""
+        """Return what the program said besides the stages of its start, which must be lines with errors."""
         assert self.code == 2, self.output
-        lines = self.output.strip().splitlines()
+        lines = [line for line in self.output.strip().splitlines() if not line.startswith("start: ")]
         assert lines and all(line.startswith("error: ") for line in lines), self.output
         return [line.removeprefix("error: ") for line in lines]
 

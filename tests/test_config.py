@@ -159,7 +159,7 @@ def test_a_folder_without_weights_is_refused(start, models, tmp_path):
     assert ended.error_sentence() == f"models.actor = {tmp_path / 'policy'}: {sentence}"
 
 
-def test_script_prints_an_error_and_nothing_else(settings, tmp_path):
+def test_script_prints_the_stages_of_its_start_and_an_error(settings, tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     done = subprocess.run(
@@ -172,7 +172,7 @@ def test_script_prints_an_error_and_nothing_else(settings, tmp_path):
     seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
     ended = ProgramResult(code=done.returncode, output=done.stderr, cpu_s=seconds)
     assert ended.error_sentence() == "prompts.path = /nowhere.jsonl: no such file or folder"
-    assert done.stdout == "" and ended.cpu_s < 20
+    assert all(line.startswith("start: ") for line in done.stdout.splitlines()) and ended.cpu_s < 20
 
 
 @pytest.mark.parametrize("form", ["argument", "file"])

@@ -110,7 +110,7 @@ def check_splits(rng: random.Random, folder: Path) -> None:
 
 
 WRONG_PROMPTS: list[Any] = [None, 5, True, [], {}, [5], [{}], [{"role": "user"}], [{"role": 1, "content": "a"}], "DEL"]
-WRONG_ANSWERS: list[Any] = [None, math.nan, "", "  ", "\n", [], ["4"], {"value": 4}, "DEL"]
+WRONG_ANSWERS: list[Any] = [None, math.nan, "", "  ", "\n", [], ["4", ""], ["4", None], {"value": 4}, "DEL"]
 
 
 def check_wrong_row(rng: random.Random, folder: Path) -> None:

@@ -60,12 +60,12 @@ def with_eos(encode_prompt: Function) -> Function:
     return faulty
 
 
-def answers_off_by_one_row(load_rows: Function) -> Function:
+def answers_off_by_one_row(load: Function) -> Function:
     """A row has the answer of the row before it."""
 
     def faulty(*arguments: Any, **named: Any) -> Any:
-        rows = load_rows(*arguments, **named)
-        return [{**row, "answer": rows[number - 1]["answer"]} for number, row in enumerate(rows)]
+        rows, name = load(*arguments, **named)
+        return [{**row, "answer": rows[number - 1]["answer"]} for number, row in enumerate(rows)], name
 
     return faulty
 
@@ -186,7 +186,7 @@ FAULTS: dict[str, tuple[ModuleType, str, Callable[[Function], Function], str]] =
     "BOS twice in a text": (prompts, "encode_prompt", bos_twice, "text prompts"),
     "BOS twice in a chat": (prompts, "encode_prompt", bos_twice, "chat prompts"),
     "EOS at the end of a prompt": (prompts, "encode_prompt", with_eos, "text prompts"),
-    "answers off by one row": (prompts, "load_rows", answers_off_by_one_row, "data sets"),
+    "answers off by one row": (prompts, "_load", answers_off_by_one_row, "data sets"),
     "overlong prompts kept": (prompts, "load_prompts", overlong_kept, "data sets"),
     "special tokens not judged": (rollout, "judged_text", without_special_tokens, "judged text"),
     "prefill not judged": (rollout, "judged_text", without_prefill, "judged text"),
