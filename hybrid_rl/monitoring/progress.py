@@ -72,11 +72,14 @@ class Progress:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def summary(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
-        """Print a table of two evaluations with a row per metric that both have."""
+        """Print a table of two evaluations with a row per metric that both have; nothing if there is none."""
+        shared = [name for name in before if name in after]
+        if not shared:
+            return
         table = Table("metric", box=box.SIMPLE)
         for title in ("before", "after", "change"):
             table.add_column(title, justify="right")
-        for name in (name for name in before if name in after):
+        for name in shared:
             change = after[name] - before[name]
             table.add_row(
                 name, _number(before[name]), _number(after[name]), f"{'+' if change >= 0 else ''}{_number(change)}"
