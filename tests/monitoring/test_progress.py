@@ -55,7 +55,6 @@ def test_a_run_without_evaluations_has_no_summary(screen):
     assert screen.getvalue() == ""
 
 
-
 @pytest.mark.parametrize("width", [10, 80, 200])
 def test_summary_compares_what_both_have(screen, width):
     progress = Progress(1, console=Console(file=screen, width=width))
