@@ -7,6 +7,18 @@ from typing import Any, Final, Literal
 
 from hybrid_rl.algorithms.specs import ESTIMATORS
 
+EVALUATION = (
+    "run.eval_function",
+    "run.eval_samples",
+    "run.eval_temperature",
+    "run.eval_top_p",
+    "run.eval_max_response_tokens",
+    "run.eval_target",
+    "prompts.eval_path",
+    "prompts.eval_split",
+    "prompts.max_eval_samples",
+)
+"""Settings without which two accuracies do not compare."""
 MAY_CHANGE: Final = "may change"
 WARNS: Final = "warns"
 REFUSED: Final = "refused"
@@ -103,15 +115,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         **_warns(
             "accuracies before and after do not compare, and best/ starts again",
-            "run.eval_function",
-            "run.eval_samples",
-            "run.eval_temperature",
-            "run.eval_top_p",
-            "run.eval_max_response_tokens",
-            "run.eval_target",
-            "prompts.eval_path",
-            "prompts.eval_split",
-            "prompts.max_eval_samples",
+            *EVALUATION,
         ),
         # Models
         **_by_content(
@@ -298,18 +302,3 @@ RULES: Mapping[str, Rule] = MappingProxyType(
     }
 )
 """Dotted name of every setting -> its rule."""
-
-EVALUATION = frozenset(
-    {
-        "run.eval_function",
-        "run.eval_samples",
-        "run.eval_temperature",
-        "run.eval_top_p",
-        "run.eval_max_response_tokens",
-        "run.eval_target",
-        "prompts.eval_path",
-        "prompts.eval_split",
-        "prompts.max_eval_samples",
-    }
-)
-"""Settings without which two accuracies do not compare."""

@@ -62,7 +62,7 @@ def compare(saved: Mapping[str, Any], config: Config) -> Changes:
     return Changes(
         refused=tuple(refused),
         warned=tuple(warned),
-        is_other_evaluation=bool(changed & EVALUATION)
+        is_other_evaluation=not changed.isdisjoint(EVALUATION)
         or (new["run.eval_function"] is None and bool(changed & {"reward.functions", "reward.weights"}))
         or (config.eval_function == BY_SOURCE and "reward.by_source" in changed),
     )
