@@ -205,6 +205,31 @@ def _print(state: _State, text: str) -> None:
             os.write(2, f"{text}\n".encode())
 
 
+class _Forking(threading.local):
+    """The signal mask of a thread that forks, as it was before."""
+
+    mask: set[int] | None = None
+
+
+_forking = _Forking()
+
+
+def _block() -> None:
+    """Block the handled signals in a thread that is about to fork.
+
+    Until `_forget` has run, a signal to the new process would write to the pipe that it shares with this process, which
+    would end instead of it.
+    """
+    if _state is not None:
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+
+
+def _unblock() -> None:
+    mask, _forking.mask = _forking.mask, None
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _forget() -> None:
     """Handle signals as Python does, in a process that was forked from one that handles them otherwise."""
     global _state
@@ -213,6 +238,7 @@ def _forget() -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    _unblock()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_forget)

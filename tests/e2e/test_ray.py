@@ -122,9 +122,9 @@ def test_workers_that_die_change_nothing(make_config, launch, read_run, start, t
 
 
 @pytest.fixture
-def refused(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> Iterator[Callable[..., str]]:
+def refused(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> Callable[..., str]:
     """Return what the command, here in this process, prints last before it ends with code 2."""
-    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(ray_cluster.signals, "handle_signals", lambda: None)  # the handlers of pytest stay
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "300")  # the command sets it where it is not set
 
     def run(config: Config, *arguments: str) -> str:
@@ -137,8 +137,7 @@ def refused(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
         assert ended.value.code == 2
         return capfd.readouterr().err.splitlines()[-1]
 
-    yield run
-    signal.signal(signal.SIGTERM, handler)
+    return run
 
 
 def test_a_cluster_that_is_too_small_is_told_in_numbers(make_config, refused, tmp_path):

@@ -25,8 +25,8 @@ READY = "print('ready', flush=True)\n"
 class Program:
     """A program that has printed `ready`."""
 
-    def __init__(self, text: str) -> None:
-        command = [sys.executable, "-c", HEAD + textwrap.dedent(text)]
+    def __init__(self, text: str, *, head: str = HEAD) -> None:
+        command = [sys.executable, "-c", head + textwrap.dedent(text)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=PATHS)
         assert self.process.stdout and self.process.stdout.readline() == "ready\n"
 
@@ -177,3 +177,18 @@ def test_a_forked_process_handles_signals_as_python_does():
     time.sleep(0.3)
     """
     assert Program(text).end() == (0, "-15\n", [])
+
+
+def test_a_signal_to_a_process_that_is_just_being_forked_ends_that_process_alone():
+    """Python drops a signal that arrives before its fork handlers run, and until then both processes share a pipe."""
+    text = """
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    print("ready", flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    time.sleep(0.3)
+    print(signals.received(), signal.pthread_sigmask(signal.SIG_BLOCK, ()), flush=True)
+    """
+    early = "import os, signal\nos.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))\n"
+    assert Program(text, head=early + HEAD).end() == (0, "-15\nNone set()\n", [])
