@@ -223,6 +223,7 @@ def refusal(
         path = tmp_path / "settings.yaml"
         path.write_text(yaml.safe_dump(as_dict(config)))
         monkeypatch.setattr(sys, "argv", ["colocated.py", "--config", str(path), *arguments])
+        monkeypatch.setattr(colocated, "handle_signals", lambda: None)  # the handlers of pytest stay
         with pytest.raises(SystemExit) as ended:
             colocated.main()
         lines = capsys.readouterr().err.splitlines()

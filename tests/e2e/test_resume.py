@@ -336,6 +336,7 @@ def refused(config, tmp_path, monkeypatch, capsys) -> str:
     settings = tmp_path / "settings.yaml"
     settings.write_text(yaml.safe_dump(as_dict(config)))
     monkeypatch.setattr(sys, "argv", ["colocated.py", "--config", str(settings)])
+    monkeypatch.setattr(colocated, "handle_signals", lambda: None)  # the handlers of pytest stay
     with pytest.raises(SystemExit) as ended:
         colocated.main()
     assert ended.value.code == 2
