@@ -13,8 +13,9 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
-from hybrid_rl.environments.loading import split_name
+from hybrid_rl.environments.loading import check_name
 from hybrid_rl.environments.process import Answer, Call, EnvironmentProcess, EnvironmentSettings
+from hybrid_rl.environments.protocol import Message
 from hybrid_rl.rewards.environment import check_variables
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class EnvironmentPool:
         """Start the first process and wait until it has loaded the environment; `reset` starts others.
 
         Args:
-            name: `path.py:ClassName`.
+            name: `path.py:ClassName`, or a name of `builtin.BUILT_IN`.
             arguments: keyword arguments of every environment.
             timeout_s: time limit of a call.
             num_workers: largest number of processes.
@@ -43,8 +44,8 @@ class EnvironmentPool:
         Raises:
             ConfigError: the environment cannot be loaded, or a variable is not set.
         """
-        split_name(name)
-        check_variables(environment_variables, os.environ)
+        check_name(name)
+        check_variables(environment_variables, os.environ, field="environment.environment_variables")
         self._settings = EnvironmentSettings(
             name=name, arguments=arguments or {}, timeout_s=timeout_s, environment_variables=environment_variables
         )
@@ -65,7 +66,7 @@ class EnvironmentPool:
             raise
 
     def reset(self, key: int, row: Mapping[str, Any]) -> None:
-        """Start the conversation `key` on a row of the data; its answer has the observation.
+        """Start the conversation `key` on a row of the data; its answer has the Reset.
 
         Args:
             key: names the conversation in answers; a key that is in use starts again with a new environment.
@@ -76,9 +77,12 @@ class EnvironmentPool:
         self._process_of[key] = process
         process.submit(Call(number=next(self._numbers), kind="reset", key=key, argument=dict(row)))
 
-    def step(self, key: int, response: str) -> None:
-        """Give the conversation the text of a sampled turn; its answer has the Step.
+    def step(self, key: int, response: str | Message) -> None:
+        """Give the conversation a sampled turn; its answer has the Step.
 
+        Args:
+            key: of the conversation.
+            response: text of the turn; the assistant's message where the conversation has tools.
         Raises:
             KeyError: there is no such conversation, or it was lost.
         """

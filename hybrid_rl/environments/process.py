@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from hybrid_rl.config import ConfigError
 from hybrid_rl.environments.loading import FIELD
-from hybrid_rl.environments.protocol import Observation, Step
+from hybrid_rl.environments.protocol import Reset, Step
 from hybrid_rl.errors import RunError
 from hybrid_rl.processes import KILL_TIMEOUT_S, kill_descendants, kill_marked
 from hybrid_rl.rewards.environment import scorer_environment
@@ -39,7 +39,7 @@ class EnvironmentSettings:
     """What all processes of a pool have in common."""
 
     name: str
-    """`path.py:ClassName`."""
+    """`path.py:ClassName`, or a name of `builtin.BUILT_IN`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of every environment."""
     timeout_s: float
@@ -66,8 +66,8 @@ class Answer:
 
     key: int
     """Key of the conversation."""
-    result: Observation | Step | None = None
-    """Observation of a reset, Step of a step; None after a failure."""
+    result: Reset | Step | None = None
+    """Reset of a reset, Step of a step; None after a failure."""
     failure: str | None = None
     """Reason why there is no result."""
     is_lost: bool = False
@@ -115,7 +115,7 @@ class EnvironmentProcess:
                 )
         except OSError as error:
             connection.close()
-            raise RunError(f"{FIELD}: a process cannot be started: {error}") from error
+            raise RunError(f"environment: a process cannot be started: {error}") from error
         return process, connection
 
     @property
@@ -189,7 +189,7 @@ class EnvironmentProcess:
         if "failure" in message:
             return [Answer(key=call.key, failure=message["failure"])]
         found = message["result"]
-        return [Answer(key=call.key, result=found["observation"] if call.kind == "reset" else Step(**found))]
+        return [Answer(key=call.key, result=Reset(**found) if call.kind == "reset" else Step(**found))]
 
     def _lose_late(self) -> list[Answer]:
         """Kill the process, whose calls that exceed the limit have failed and whose other conversations are lost."""
@@ -199,7 +199,7 @@ class EnvironmentProcess:
         is_late = {n: call.key for n, (call, deadline) in self._running.items() if deadline <= now}
         late = {key for number, key in is_late.items() if number not in self._unread}
         self.keys -= late
-        failure = f"took longer than {FIELD}.timeout_s = {self._settings.timeout_s:g}"
+        failure = f"took longer than environment.timeout_s = {self._settings.timeout_s:g}"
         failed = [Answer(key=key, failure=failure) for key in sorted(late)]
         return failed + self._lose("was killed, because another conversation's call " + failure)
 

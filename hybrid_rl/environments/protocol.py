@@ -11,6 +11,9 @@
 
 An object is created for every response, `reset` is called once and `step` after every sampled turn, until it is done.
 Both may be asynchronous. An observation is text, or a list of chat messages.
+
+A conversation has tools where `reset` returns `{"messages": [...], "tools": [schemas]}`: `step` then gets the turn as a
+message of the assistant, `{"role": "assistant", "content": text, "tool_calls": [calls]}`.
 """
 
 import json
@@ -27,15 +30,42 @@ Observation = str | list[Message]
 
 @runtime_checkable
 class Environment(Protocol):
-    """The environment of one conversation. A method `close()`, if there is one, is called at the end."""
+    """The environment of one conversation. A method `close()`, if there is one, is called at the end.
 
-    def reset(self, row: dict[str, Any]) -> Observation | Awaitable[Observation]:
-        """Start the conversation on a row of the data, and return what the model reads first."""
+    A class method `prepare(**arguments)`, if there is one, is called once in each process before objects are created.
+    """
+
+    def reset(self, row: dict[str, Any]) -> "Opening | Awaitable[Opening]":
+        """Start the conversation on a row of the data, and return what the model reads first.
+
+        None leaves the prompt of the row as it is. A mapping has the `tools` of the conversation, as OpenAI's function
+        schemas, and `messages` with the observation, which may be None or missing.
+        """
         ...
 
-    def step(self, response: str) -> "tuple[Any, ...] | Step | Awaitable[tuple[Any, ...] | Step]":
-        """Return (observation, reward, done, info) for the text of a sampled turn."""
+    def step(self, response: str | Message) -> "tuple[Any, ...] | Step | Awaitable[tuple[Any, ...] | Step]":
+        """Return (observation, reward, done, info) for a sampled turn.
+
+        Args:
+            response: text of the turn; the message of the assistant where the conversation has tools. Each of its
+                `tool_calls` is `{"id": text, "type": "function", "function": {"name": text, "arguments": text}}`, with
+                the arguments as the model wrote them, which need not be JSON.
+        """
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reset:
+    """The answer of an environment to a row of the data."""
+
+    observation: Observation | None = None
+    """What the model reads first; None is the prompt of the row."""
+    tools: list[dict[str, Any]] | None = None
+    """OpenAI's function schemas of the tools that the model may call; None is a conversation without tools."""
+
+
+Opening = Observation | Mapping[str, Any] | Reset | None
+"""What `reset` may return."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +98,38 @@ def check_observation(value: object) -> Observation:
     messages = [dict(message) for message in value]
     _check_json("the observation", messages)
     return messages
+
+
+def check_reset(value: object) -> Reset:
+    """Return what `reset` has returned as a Reset.
+
+    Raises:
+        ValueError: it is neither an observation, nor None, nor a mapping with messages and tools.
+    """
+    if isinstance(value, Reset):
+        value = {"messages": value.observation, "tools": value.tools}
+    if not isinstance(value, Mapping):
+        return Reset(observation=None if value is None else check_observation(value))
+    unknown = [key for key in value if key not in ("messages", "tools")]
+    if unknown or not value:
+        raise ValueError(f"reset returned an object with the keys {list(value)}: must have messages and tools alone")
+    messages = value.get("messages")
+    return Reset(
+        observation=None if messages is None else check_observation(messages), tools=_check_tools(value.get("tools"))
+    )
+
+
+def _check_tools(tools: object) -> list[dict[str, Any]] | None:
+    if tools is None:
+        return None
+    if not isinstance(tools, list | tuple):
+        raise ValueError(f"tools are of type {type(tools).__name__}: must be a list of function schemas")
+    for number, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError(f'tool {number} must be {{"type": "function", "function": {{"name": ...}}}}')
+    _check_json("tools", list(tools))
+    return [dict(tool) for tool in tools] or None
 
 
 def check_step(value: object) -> Step:

@@ -22,7 +22,7 @@ from typing import Any
 
 from hybrid_rl.config import ConfigError
 from hybrid_rl.environments.loading import EnvironmentClass, load_environment
-from hybrid_rl.environments.protocol import Environment, check_observation, check_step
+from hybrid_rl.environments.protocol import Environment, check_reset, check_step
 from hybrid_rl.printable import PrintableStream
 from hybrid_rl.rewards.loading import describe
 from hybrid_rl.rewards.messages import receive_message, send_message
@@ -55,9 +55,10 @@ class Conversations:
             number: of the call, for its answer.
             kind: reset, step or end; an end is not answered.
             key: of the conversation.
-            argument: the row of a reset, the text of the response of a step.
+            argument: the row of a reset, the response of a step.
         """
-        self._made.folder.activate()
+        if self._made.folder is not None:
+            self._made.folder.activate()
         try:
             if kind == "end":
                 self._end(key)
@@ -96,7 +97,7 @@ class Conversations:
 
     def _answer(self, number: int, kind: str, result: object) -> None:
         try:
-            found = {"observation": check_observation(result)} if kind == "reset" else asdict(check_step(result))
+            found = asdict(check_reset(result) if kind == "reset" else check_step(result))
         except ValueError as error:
             self._send({"call": number, "failure": str(error)})
             return

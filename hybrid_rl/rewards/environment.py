@@ -45,14 +45,16 @@ def scorer_environment(environment: Mapping[str, str], names: Iterable[str]) -> 
     return {"CUDA_VISIBLE_DEVICES": "", **found, "PYTHONPATH": python_path}
 
 
-def check_variables(names: Iterable[str], environment: Mapping[str, str]) -> None:
-    """Check that the variables of reward.environment_variables are set.
+def check_variables(
+    names: Iterable[str], environment: Mapping[str, str], *, field: str = "reward.environment_variables"
+) -> None:
+    """Check that the variables which a setting names are set.
 
     Raises:
         ConfigError: one sentence for every variable that is not.
     """
     findings = Findings()
     for name in names:
-        sentence = f"reward.environment_variables: {name!r} is not set in the environment: set it, or remove the name"
+        sentence = f"{field}: {name!r} is not set in the environment: set it, or remove the name"
         findings.run(lambda ok=name in environment, text=sentence: check(ok, text))  # type: ignore[misc]
     findings.raise_any()

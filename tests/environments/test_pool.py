@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from hybrid_rl.config import ConfigError
+from hybrid_rl.environments.builtin import BUILT_IN, BuiltIn
 from hybrid_rl.environments.pool import EnvironmentPool
 from hybrid_rl.environments.process import Answer
-from hybrid_rl.environments.protocol import Step
+from hybrid_rl.environments.protocol import Reset, Step
 from hybrid_rl.processes import read_state
 
 FILE = '''
@@ -57,6 +58,22 @@ class AsyncGuess:
         await asyncio.sleep(0.3)
         return "seen " + response, float(self.number), False, {}
 
+class Echo:
+    """Tools for the conversation; its steps give back what they get."""
+
+    @classmethod
+    def prepare(cls, schemas):
+        cls.tools = [schemas]
+
+    def __init__(self, schemas):
+        self.schemas = schemas
+
+    def reset(self, row):
+        return {"messages": None, "tools": self.tools}
+
+    def step(self, response):
+        return [{"role": "tool", "content": response["content"]}], 0.0, False, {"turn": response}
+
 class Silent:
     def reset(self, row):
         return ""
@@ -98,7 +115,8 @@ def test_a_conversation_keeps_its_environment_until_it_is_done(file):
         pool.reset(3, {"number": 3})
         pool.reset(5, {"number": 5, "text": True})
         found = answers(pool, 2)
-        assert found[3].result == [{"role": "user", "content": "guess"}] and found[5].result == "guess"
+        assert found[3].result == Reset(observation=[{"role": "user", "content": "guess"}])
+        assert found[5].result == Reset(observation="guess")
         assert len(pool.process_ids) == 2
         pool.step(3, "4")
         pool.step(5, "4")
@@ -110,6 +128,32 @@ def test_a_conversation_keeps_its_environment_until_it_is_done(file):
         pool.end(3)
         with pytest.raises(KeyError):
             pool.step(3, "3")
+
+
+def test_a_conversation_with_tools_steps_with_messages_of_the_assistant(file):
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1'}}
+    turn = {"role": "assistant", "content": "so", "tool_calls": [call]}
+    with EnvironmentPool(f"{file}:Echo", arguments={"schemas": tool}, timeout_s=30, num_workers=1) as pool:
+        pool.reset(1, {"number": 1})
+        assert answers(pool, 1)[1].result == Reset(observation=None, tools=[tool])
+        pool.step(1, turn)
+        assert answers(pool, 1)[1].result == Step(observation=[{"role": "tool", "content": "so"}], info={"turn": turn})
+
+
+def test_arguments_that_a_class_does_not_take_are_named_at_the_start(file):
+    with pytest.raises(ConfigError, match=r"environment.arguments = \{'size': 3\}: 'Guess' takes others: .*'size'"):
+        EnvironmentPool(f"{file}:Guess", arguments={"size": 3}, timeout_s=30, num_workers=1)
+
+
+def test_a_built_in_environment_without_its_package_names_the_extra(monkeypatch):
+    absent = BuiltIn(module="hybrid_rl.environments.adapters.absent", class_name="X", package="no_gym", extra="no-gym")
+    monkeypatch.setitem(BUILT_IN, "absent", absent)
+    with pytest.raises(ConfigError) as caught:
+        EnvironmentPool("absent", timeout_s=30, num_workers=1)
+    assert list(caught.value.messages) == [
+        "environment.name = absent: the package no_gym is not installed: python -m pip install 'hybrid_rl[no-gym]'"
+    ]
 
 
 def test_an_error_of_one_environment_is_an_answer_with_the_line_of_the_code(shared):
@@ -138,7 +182,7 @@ def test_calls_of_an_ended_conversation_are_not_answered(shared):
     while len(found) < 2 and time.monotonic() < end:
         found += shared.receive(1.0)
     assert [answer.result for answer in found] == [
-        "guess",
+        Reset(observation="guess"),
         Step(observation="higher", reward=1.0, done=True, info={"distance": 0}),
     ]
     assert shared.receive(0.2) == []
@@ -210,9 +254,9 @@ def test_no_process_survives_the_pool(file):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("guess", "environment = guess: must be path.py:ClassName"),
-        ("nowhere.py:Guess", "environment = nowhere.py:Guess: there is no file"),
-        ("{file}:Other", "defines no class 'Other'"),
+        ("guess", "environment.name = guess: must be path.py:name"),
+        ("nowhere.py:Guess", "environment.name = nowhere.py:Guess: there is no file"),
+        ("{file}:Other", "defines no class or function 'Other'"),
         ("{file}:Silent", "'Silent' has no method step"),
     ],
 )

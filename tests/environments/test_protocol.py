@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_rl.environments.protocol import Step, check_observation, check_step
+from hybrid_rl.environments.protocol import Reset, Step, check_observation, check_reset, check_step
 
 TOLD = [{"role": "tool", "content": "4"}]
 
@@ -28,6 +28,41 @@ def test_an_observation_is_text_or_messages(value):
 def test_another_observation_is_named(value, message):
     with pytest.raises(ValueError, match=message):
         check_observation(value)
+
+
+TOOL = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.mark.parametrize(
+    "value, reset",
+    [
+        (None, Reset()),
+        ("text", Reset(observation="text")),
+        (TOLD, Reset(observation=TOLD)),
+        ({"messages": "text", "tools": (TOOL,)}, Reset(observation="text", tools=[TOOL])),
+        ({"tools": [TOOL]}, Reset(tools=[TOOL])),
+        ({"messages": TOLD, "tools": []}, Reset(observation=TOLD)),
+        (Reset(observation="text", tools=[TOOL]), Reset(observation="text", tools=[TOOL])),
+    ],
+)
+def test_a_reset_is_an_observation_or_messages_with_tools(value, reset):
+    assert check_reset(value) == reset
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        (3, "the observation is of type int"),
+        ({}, r"an object with the keys \[\]: must have messages and tools alone"),
+        ({"messages": "", "tool": []}, r"the keys \['messages', 'tool'\]"),
+        ({"tools": TOOL}, "tools are of type dict"),
+        ({"tools": [TOOL, {"name": "add"}]}, "tool 1 must be"),
+        ({"tools": [TOOL | {"strict": {1}}]}, "tools is no JSON"),
+    ],
+)
+def test_another_reset_is_named(value: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        check_reset(value)
 
 
 def test_a_step_is_a_tuple_or_a_step():

@@ -1,0 +1,1 @@
+"""Environments that are written for other packages, and what makes them environments of this one."""
