@@ -17,6 +17,7 @@ from hybrid_rl.rewards.reward_files import RewardFiles, RewardFolder
 
 FIELD = "environment.name"
 """Setting that names the environment, for messages."""
+_FILES = RewardFiles()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +29,8 @@ class EnvironmentClass:
     """Keyword arguments of every object."""
     is_async: bool
     """Whether all calls are asynchronous, so that many environments of a process can run at the same time."""
-    path: Path
-    """The file with the class."""
+    path: Path | None
+    """The user's file with the class, for messages; None for a class of this package."""
     folder: RewardFolder | None
     """The file's folder, which must be active while the user's code runs; None for a class of this package."""
 
@@ -77,7 +78,7 @@ def load_object(name: str, *, field: str) -> tuple[Any, Path, RewardFolder]:
         ConfigError: the import fails, or the file has no callable object of this name.
     """
     path, object_name = split_name(name, field=field)
-    folder = RewardFiles().folder_of(path)
+    folder = _FILES.folder_of(path)
     try:
         module = folder.import_file(path)
     except BaseException as error:  # includes SystemExit
@@ -93,26 +94,27 @@ def load_environment(name: str, arguments: Mapping[str, Any]) -> EnvironmentClas
     Raises:
         ConfigError: the import fails, or the class is missing, lacks a method or does not take the arguments.
     """
+    path: Path | None = None
     folder: RewardFolder | None = None
     if name in BUILT_IN:
-        made, path = _import_built_in(name, BUILT_IN[name])
+        made = _import_built_in(name, BUILT_IN[name])
     else:
         made, path, folder = load_object(name, field=FIELD)
     missing = [method for method in ("reset", "step") if not callable(getattr(made, method, None))]
     check(not missing, f"{FIELD} = {name}: '{made.__name__}' has no method {' and no method '.join(missing)}")
-    _prepare(made, arguments, path)
-    is_async = all(inspect.iscoroutinefunction(getattr(made, method)) for method in ("reset", "step"))
+    is_async = _prepare(made, arguments, path)
+    if is_async is None:
+        is_async = all(inspect.iscoroutinefunction(getattr(made, method)) for method in ("reset", "step"))
     return EnvironmentClass(make=made, arguments=dict(arguments), is_async=is_async, path=path, folder=folder)
 
 
-def _import_built_in(name: str, found: BuiltIn) -> tuple[Any, Path]:
+def _import_built_in(name: str, found: BuiltIn) -> Any:
     _check_package(name, found)
     try:
         module = importlib.import_module(found.module)
     except ImportError as error:
         raise ConfigError(f"{FIELD} = {name}: importing {found.package or found.module} fails with {error}") from error
-    assert module.__file__ is not None
-    return getattr(module, found.class_name), Path(module.__file__)
+    return getattr(module, found.class_name)
 
 
 def _check_package(name: str, found: BuiltIn) -> None:
@@ -123,7 +125,8 @@ def _check_package(name: str, found: BuiltIn) -> None:
         )
 
 
-def _prepare(made: Any, arguments: Mapping[str, Any], path: Path) -> None:
+def _prepare(made: Any, arguments: Mapping[str, Any], path: Path | None) -> bool | None:
+    """Let a class prepare the process, and return whether it is asynchronous; None if it does not say."""
     try:
         inspect.signature(made).bind(**arguments)
     except TypeError as error:
@@ -132,11 +135,12 @@ def _prepare(made: Any, arguments: Mapping[str, Any], path: Path) -> None:
         ) from error
     prepare = getattr(made, "prepare", None)
     if not callable(prepare):
-        return
+        return None
     try:
-        prepare(**arguments)
+        found = prepare(**arguments)
     except ConfigError:
         raise
     except BaseException as error:  # includes SystemExit
         message = f"{FIELD}: preparing '{made.__name__}' fails with {describe(error, path)}"
         raise ConfigError(message) from error
+    return None if found is None else bool(found)

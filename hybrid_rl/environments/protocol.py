@@ -28,11 +28,16 @@ Observation = str | list[Message]
 """Text, or chat messages."""
 
 
+class ConversationError(Exception):
+    """A conversation cannot go on; the message says why in a whole sentence for the user, without the type's name."""
+
+
 @runtime_checkable
 class Environment(Protocol):
     """The environment of one conversation. A method `close()`, if there is one, is called at the end.
 
-    A class method `prepare(**arguments)`, if there is one, is called once in each process before objects are created.
+    A class method `prepare(**arguments)`, if there is one, is called once in each process before objects are created;
+    it may return whether reset and step return awaitables, which otherwise counts by `async def`.
     """
 
     def reset(self, row: dict[str, Any]) -> "Opening | Awaitable[Opening]":

@@ -22,7 +22,7 @@ from typing import Any
 
 from hybrid_rl.config import ConfigError
 from hybrid_rl.environments.loading import EnvironmentClass, load_environment
-from hybrid_rl.environments.protocol import Environment, check_reset, check_step
+from hybrid_rl.environments.protocol import ConversationError, Environment, check_reset, check_step
 from hybrid_rl.printable import PrintableStream
 from hybrid_rl.rewards.loading import describe
 from hybrid_rl.rewards.messages import receive_message, send_message
@@ -105,7 +105,9 @@ class Conversations:
 
     def _fail(self, number: int, error: BaseException) -> None:
         if number >= 0:
-            self._send({"call": number, "failure": describe(error, self._made.path)})
+            is_whole = isinstance(error, ConversationError)
+            failure = str(error) if is_whole else describe(error, self._made.path)
+            self._send({"call": number, "failure": failure})
 
     def _send(self, message: dict[str, Any]) -> None:
         with self._sending:
