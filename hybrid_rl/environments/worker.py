@@ -2,10 +2,12 @@
 
 The pool's messages are those of hybrid_rl.serialization: first the settings, then one call each, see `Conversations`.
 Messages to the pool are JSON, so that the pool runs no code of the user by reading them: `{"process_id": number}`, then
-`{"errors": [message]}` or `{"is_async": bool}`, then for each call `{"call": number}` with a `result` or a `failure`.
+`{"errors": [message]}` or `{"is_async": bool}`, then for each call `{"call": number, "seconds": duration}` with a
+`result` or a `failure`.
 
 Calls that are not asynchronous run on the main thread, one after the other; asynchronous ones run on an event loop of
-their own, at the same time. The pool kills this process where a call of the first kind exceeds its time limit.
+their own, at the same time. The pool kills this process where a call of the first kind exceeds its time limit. The end
+of a conversation is a call as well, of the environment's `close()`; an empty message ends all of them and the process.
 """
 
 import asyncio
@@ -14,20 +16,31 @@ import inspect
 import json
 import os
 import socket
-import sys
 import threading
+import time
 from collections.abc import Awaitable
-from dataclasses import asdict
+from concurrent.futures import wait
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hybrid_rl.config import ConfigError
 from hybrid_rl.environments.loading import EnvironmentClass, load_environment
 from hybrid_rl.environments.protocol import ConversationError, Environment, check_reset, check_step
-from hybrid_rl.printable import PrintableStream
 from hybrid_rl.rewards.loading import describe
 from hybrid_rl.rewards.messages import receive_message, send_message
-from hybrid_rl.rewards.supervisor import fork_worker
+from hybrid_rl.rewards.supervised import END_TIMEOUT_S
+from hybrid_rl.rewards.supervisor import run_worker
 from hybrid_rl.serialization import decode
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """A call that runs."""
+
+    number: int
+    kind: str
+    started: float
+    """Time (time.monotonic) of its start."""
 
 
 class Conversations:
@@ -53,63 +66,81 @@ class Conversations:
 
         Args:
             number: of the call, for its answer.
-            kind: reset, step or end; an end is not answered.
+            kind: reset, step or end.
             key: of the conversation.
             argument: the row of a reset, the response of a step.
         """
+        call = _Call(number=number, kind=kind, started=time.monotonic())
         if self._made.folder is not None:
             self._made.folder.activate()
         try:
-            if kind == "end":
-                self._end(key)
-                return
-            if kind == "reset":
-                self._open[key] = self._made()
-            environment = self._open[key]
-            result = environment.reset(argument) if kind == "reset" else environment.step(argument)
+            result = self._started(kind, key, argument)
         except BaseException as error:  # includes SystemExit
-            self._fail(number, error)
+            self._fail(call, error)
             return
         if os.getpid() != self._process_id:
             os._exit(0)  # a process that the environment has forked, and which returned like the environment
         if inspect.isawaitable(result):
-            asyncio.run_coroutine_threadsafe(self._finish(number, kind, result), self._event_loop())
+            asyncio.run_coroutine_threadsafe(self._finish(call, result), self._event_loop())
         else:
-            self._answer(number, kind, result)
+            self._answer(call, result)
 
-    def _end(self, key: int) -> None:
-        close = getattr(self._open.pop(key, None), "close", None)
-        result = close() if callable(close) else None
-        if inspect.isawaitable(result):
+    def close(self) -> None:
+        """End all conversations, and wait a short time for those that end asynchronously."""
+        closing = [
             asyncio.run_coroutine_threadsafe(_awaited(result), self._event_loop())
+            for key in list(self._open)
+            if inspect.isawaitable(result := self._closed(key))
+        ]
+        wait(closing, timeout=END_TIMEOUT_S)
 
-    async def _finish(self, number: int, kind: str, result: Awaitable[Any]) -> None:
+    def _started(self, kind: str, key: int, argument: Any) -> Any:
+        if kind == "end":
+            return self._close(key)
+        if kind == "reset":
+            self._open[key] = self._made()
+            return self._open[key].reset(argument)
+        return self._open[key].step(argument)
+
+    def _close(self, key: int) -> Any:
+        """Return what the environment's `close()` returns; None if it has none, or there is no such conversation."""
+        close = getattr(self._open.pop(key, None), "close", None)
+        return close() if callable(close) else None
+
+    def _closed(self, key: int) -> Any:
+        with contextlib.suppress(Exception):
+            return self._close(key)
+
+    async def _finish(self, call: _Call, result: Awaitable[Any]) -> None:
+        limit = asyncio.timeout(self._timeout_s)
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
+            async with limit:
                 found = await result
         except BaseException as error:
             if limit.expired():
-                self._send({"call": number, "failure": f"took longer than {self._timeout_s:g} s"})
+                self._send(call, failure=f"took longer than environment.timeout_s = {self._timeout_s:g}")
             else:
-                self._fail(number, error)
+                self._fail(call, error)
             return
-        self._answer(number, kind, found)
+        self._answer(call, found)
 
-    def _answer(self, number: int, kind: str, result: object) -> None:
+    def _answer(self, call: _Call, result: object) -> None:
+        if call.kind == "end":
+            self._send(call)
+            return
         try:
-            found = asdict(check_reset(result) if kind == "reset" else check_step(result))
+            found = asdict(check_reset(result) if call.kind == "reset" else check_step(result))
         except ValueError as error:
-            self._send({"call": number, "failure": str(error)})
+            self._send(call, failure=str(error))
             return
-        self._send({"call": number, "result": found})
+        self._send(call, result=found)
 
-    def _fail(self, number: int, error: BaseException) -> None:
-        if number >= 0:
-            is_whole = isinstance(error, ConversationError)
-            failure = str(error) if is_whole else describe(error, self._made.path)
-            self._send({"call": number, "failure": failure})
+    def _fail(self, call: _Call, error: BaseException) -> None:
+        is_whole = isinstance(error, ConversationError)
+        self._send(call, failure=str(error) if is_whole else describe(error, self._made.path))
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, call: _Call, **content: Any) -> None:
+        message = {"call": call.number, "seconds": time.monotonic() - call.started, **content}
         with self._sending:
             send_message(self._connection, json.dumps(message).encode())
 
@@ -142,23 +173,8 @@ def serve(connection: socket.socket) -> None:
     conversations = Conversations(made, connection, timeout_s=settings["timeout_s"])
     while message := receive_message(connection):
         conversations.call(*decode(message))
-
-
-def main() -> None:
-    """Serve the pool.
-
-    The first argument is the file descriptor of this end of the connection, the second the id of the pool's process.
-    """
-    descriptor, pool_id = map(int, sys.argv[1:])
-    os.set_inheritable(descriptor, False)
-    fork_worker(descriptor, pool_id)
-    # What an environment prints goes to stderr at once: the program's stdout may be read by another program.
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    stderr = open(sys.stderr.fileno(), "wb", closefd=False)  # noqa: SIM115
-    sys.stdout = sys.stderr = PrintableStream(stderr, encoding="utf-8", line_buffering=True)
-    with contextlib.suppress(EOFError, ConnectionError), socket.socket(fileno=descriptor) as connection:
-        serve(connection)
+    conversations.close()
 
 
 if __name__ == "__main__":
-    main()
+    run_worker(serve)

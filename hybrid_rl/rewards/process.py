@@ -1,46 +1,28 @@
-"""A worker process of `pool.py`, seen from the pool: a new interpreter that runs `worker.py`.
-
-It is no fork: it holds neither torch nor the GPU, and does not import the main program. Its first process is the
-`supervisor.py` of the worker, which leaves nothing behind.
-"""
+"""A worker process of `pool.py`, seen from the pool, and its task."""
 
 import contextlib
 import json
 import multiprocessing.connection
 import os
-import select
-import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybrid_rl.config import ConfigError
 from hybrid_rl.errors import RewardLostError
-from hybrid_rl.processes import KILL_TIMEOUT_S, families, kill_descendants, kill_marked, read_state, resident_bytes
 from hybrid_rl.rewards.environment import scorer_environment
 from hybrid_rl.rewards.given import GIVEN
 from hybrid_rl.rewards.messages import receive_message, send_message
 from hybrid_rl.rewards.returned import Returned, unpack
 from hybrid_rl.rewards.signatures import LoadedFunction
+from hybrid_rl.rewards.supervised import END_TIMEOUT_S, START_TIMEOUT_S, WATCH_S, SupervisedProcess
 from hybrid_rl.serialization import encode
 
 if TYPE_CHECKING:
     from hybrid_rl.batch import Rollout
 
-START_TIMEOUT_S = 60.0
-"""Time limit for a worker to import its functions; the time limit of a response starts afterwards."""
-END_TIMEOUT_S = 2.0
-"""Time limit for idle workers to end by themselves, with the exit handlers of the user's code."""
-WATCH_S = 0.25
-"""Seconds between two looks at the life and the memory of a process."""
-MARK = "HYBRID_RL_SCORER"
-"""Environment variable whose value only the processes of one worker have."""
 _MAX_MESSAGE_BYTES = 1 << 24
 
 Result = Returned | str
@@ -75,19 +57,6 @@ class WorkerSettings:
     """Column of the rows that became the answer of the prompt."""
 
 
-def _kill_what_outlives(supervisor_id: int, mark: str) -> None:
-    """Let a thread kill what a worker has started where its supervisor is killed, which leaves processes."""
-    with contextlib.suppress(OSError):  # a sandbox may forbid it; then the next use of the worker notices
-        descriptor = os.pidfd_open(supervisor_id)
-
-        def watch() -> None:
-            select.select([descriptor], [], [])  # readable once the process has ended
-            os.close(descriptor)
-            kill_marked(MARK, mark)
-
-        threading.Thread(target=watch, name="kill_what_outlives", daemon=True).start()
-
-
 class WorkerProcess:
     """One worker process and its task."""
 
@@ -98,10 +67,12 @@ class WorkerProcess:
             RewardLostError: the process cannot be started.
         """
         self._settings = settings
-        self._mark = uuid.uuid4().hex
-        self._process, self._connection = self._start()
-        self._process_id = self._process.pid
-        _kill_what_outlives(self._process_id, self._mark)
+        try:
+            self._process = SupervisedProcess(
+                "hybrid_rl.rewards.worker", scorer_environment(os.environ, settings.environment_variables)
+            )
+        except OSError as error:
+            raise RewardLostError(f"{settings.field}: a scorer process cannot be started: {error}") from error
         self._is_ready = False
         self._loading = settings.names[0]  # the function that is being loaded
         self.functions: list[LoadedFunction] = []
@@ -114,39 +85,14 @@ class WorkerProcess:
         """Whether the process ended, or was killed at a limit, during the last task."""
         self.deadline = time.monotonic() + START_TIMEOUT_S
         """Time (time.monotonic) at which the start of the process or the task counts as failed."""
-        self._memory_bytes = 0
-        self._next_look = 0.0  # time at which the memory is measured again
         given = {name: GIVEN[name].content for name in settings.names if name in GIVEN}
         content = {"names": list(settings.names), "field": settings.field, "given": given}
         self._send(encode(content | {"answer_column": settings.answer_column}))
 
-    def _start(self) -> tuple[subprocess.Popen, socket.socket]:
-        connection, worker_end = socket.socketpair()
-        environment = scorer_environment(os.environ, self._settings.environment_variables)
-        try:
-            with worker_end:
-                process = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-P",
-                        "-m",
-                        "hybrid_rl.rewards.worker",
-                        *map(str, (worker_end.fileno(), os.getpid())),
-                    ],
-                    pass_fds=[worker_end.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,  # so that Ctrl-C does not reach the worker
-                    env={**environment, MARK: self._mark},
-                )
-        except OSError as error:
-            connection.close()
-            raise RewardLostError(f"{self._settings.field}: a scorer process cannot be started: {error}") from error
-        return process, connection
-
     @property
     def process_id(self) -> int:
         """Id of the process that runs the functions; of its supervisor until that process has started."""
-        return self._process_id
+        return self._process.process_id
 
     @property
     def is_idle(self) -> bool:
@@ -156,9 +102,9 @@ class WorkerProcess:
     @property
     def is_alive(self) -> bool:
         """Whether the process runs and, if it is idle, has kept its connection open and sent nothing."""
-        if self._is_killed or (self.is_idle and multiprocessing.connection.wait([self._connection], timeout=0)):
+        if self._process.is_killed or (self.is_idle and self._process.has_message):
             return False
-        return self._process.poll() is None
+        return not self._process.has_ended
 
     def wait_until_ready(self) -> None:
         """Wait until the functions are loaded.
@@ -177,13 +123,10 @@ class WorkerProcess:
     def wait(workers: "Sequence[WorkerProcess]") -> None:
         """Wait until one of the workers has sent something, or has to be looked at."""
         timeout_s = min(WATCH_S, *(worker.deadline - time.monotonic() for worker in workers))
-        multiprocessing.connection.wait([worker._connection for worker in workers], timeout=max(0.0, timeout_s))
-        now = time.monotonic()
-        due = [worker for worker in workers if worker._settings.memory_limit_bytes and worker._next_look <= now]
-        if due:  # one pass over all processes of the machine
-            for worker, family in zip(due, families([worker._process.pid for worker in due]), strict=True):
-                pids = [state.pid for state in family if state.pid != worker._process.pid]
-                worker._memory_bytes, worker._next_look = resident_bytes(pids), now + WATCH_S
+        connections = [worker._process.connection for worker in workers]
+        multiprocessing.connection.wait(connections, timeout=max(0.0, timeout_s))
+        limited = [worker._process for worker in workers if worker._settings.memory_limit_bytes]
+        SupervisedProcess.look_at_memory(limited)
 
     def submit(self, task: Task, rollouts: Sequence["Rollout"]) -> None:
         """Send a task to the idle process; its results arrive in `results`.
@@ -209,9 +152,8 @@ class WorkerProcess:
         """
         has_ended = not self.is_alive  # asked first: all that it has sent can then be read
         try:
-            while not self.is_idle and multiprocessing.connection.wait([self._connection], timeout=0):
-                self._connection.settimeout(max(self.deadline - time.monotonic(), 1e-3))
-                self._accept(json.loads(receive_message(self._connection, max_bytes=_MAX_MESSAGE_BYTES)))
+            while not self.is_idle and self._process.has_message:
+                self._accept(json.loads(receive_message(self._timed_connection(), max_bytes=_MAX_MESSAGE_BYTES)))
         except TimeoutError:  # the deadline passed within a message
             pass
         except (EOFError, OSError):  # a process that writes to the connection itself closes it, too
@@ -223,12 +165,10 @@ class WorkerProcess:
         if self.is_idle:
             return
         if has_ended:
-            self._lose(self._how_it_ended())
+            self._lose(self._process.how_it_ended())
         elif time.monotonic() >= self.deadline:
-            state = read_state(self.process_id)
-            is_stopped = state is not None and state.is_stopped
-            self._lose(self._how_it_was_late() + " and is stopped (SIGSTOP or a debugger)" * is_stopped)
-        elif self._settings.memory_limit_bytes and self._memory_bytes > self._settings.memory_limit_bytes:
+            self._lose(self._how_it_was_late() + self._process.stopped_note)
+        elif self._settings.memory_limit_bytes and self._process.memory_bytes > self._settings.memory_limit_bytes:
             self._lose(f"held more than reward.memory_limit_bytes = {self._settings.memory_limit_bytes}")
 
     def ask_to_end(self) -> None:
@@ -243,29 +183,17 @@ class WorkerProcess:
         Args:
             grace_s: time that a process gets which was asked to end.
         """
-        if self._is_killed:
-            return
-        if grace_s > 0 and self.is_idle:
-            # Readable at the end of the process, which sends nothing while it is idle.
-            multiprocessing.connection.wait([self._connection], timeout=grace_s)
-        if self._process.poll() is None:
-            kill_descendants(self._process.pid)
-            self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(KILL_TIMEOUT_S)
-        else:  # a supervisor that was killed has left what its worker started
-            kill_marked(MARK, self._mark)
-        self._connection.close()
+        self._process.kill(grace_s=grace_s if self.is_idle else 0.0)
 
-    @property
-    def _is_killed(self) -> bool:
-        return self._connection.fileno() < 0
+    def _timed_connection(self) -> socket.socket:
+        """Return the connection, whose calls take no longer than the deadline."""
+        self._process.connection.settimeout(max(self.deadline - time.monotonic(), 1e-3))
+        return self._process.connection
 
     def _send(self, message: bytes) -> None:
         """Send a message by the deadline; a process that does not take it is noticed by `receive`."""
         with contextlib.suppress(OSError):
-            self._connection.settimeout(max(self.deadline - time.monotonic(), 1e-3))
-            send_message(self._connection, message)
+            send_message(self._timed_connection(), message)
 
     def _accept(self, message: object) -> None:
         if not self._is_ready:
@@ -274,7 +202,7 @@ class WorkerProcess:
             if "errors" in message:
                 self.kill()
                 raise ConfigError(*message["errors"])
-            self._process_id = message.get("process_id", self._process_id)
+            self._process.process_id = message.get("process_id", self.process_id)
             self._loading = message.get("loading", self._loading)
             self._is_ready = "functions" in message
             try:
@@ -292,13 +220,6 @@ class WorkerProcess:
             return f"took longer than {START_TIMEOUT_S:g} s"
         number, limit = len(self.task.rows), f"took longer than reward.timeout_s = {self._settings.timeout_s}"
         return limit if number == 1 else f"{limit} for each of {number} responses"
-
-    def _how_it_ended(self) -> str:
-        try:
-            code = self._process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return "closed its connection"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def _lose(self, event: str) -> None:
         """Kill the process and record what has happened to it as the result of the function that was running."""

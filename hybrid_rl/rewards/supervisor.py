@@ -1,6 +1,6 @@
 """The parent process of a worker: it leaves no process behind when the worker ends, or when the pool's process does.
 
-A reward function may start processes, also in sessions of their own. The supervisor is a subreaper, so that all of them
+The user's code may start processes, also in sessions of their own. The supervisor is a subreaper, so that all of them
 stay its descendants when their own parents end. It runs no code of the user, and a worker that holds the GIL or was
 stopped cannot delay it.
 """
@@ -10,9 +10,13 @@ import ctypes
 import os
 import resource
 import signal
+import socket
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from hybrid_rl.printable import PrintableStream
 from hybrid_rl.processes import kill_descendants
 
 _PR_SET_PDEATHSIG = 1
@@ -23,7 +27,26 @@ _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _WATCHED = (signal.SIGCHLD, *_ENDING)
 
 
-def fork_worker(connection: int, pool_id: int) -> None:
+def run_worker(serve: Callable[[socket.socket], None]) -> None:
+    """Serve a pool in a fork of this process, until the connection closes; the main program of a worker.
+
+    The first argument of the program is the file descriptor of this end of the connection, the second the id of the
+    pool's process.
+    """
+    descriptor, pool_id = map(int, sys.argv[1:])
+    os.set_inheritable(descriptor, False)
+    _fork_worker(descriptor, pool_id)
+    # What the user's code prints goes to stderr at once: the program's stdout may be read by another program, and this
+    # process may be killed before a buffer is full. It may be the text of a response, which no terminal must obey.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    stderr = open(sys.stderr.fileno(), "wb", closefd=False)  # noqa: SIM115
+    sys.stdout = sys.stderr = PrintableStream(stderr, encoding="utf-8", line_buffering=True)
+    os.dup(descriptor)  # stays open until exit handlers have run, so that the pool sees the end of this process
+    with contextlib.suppress(EOFError, ConnectionError), socket.socket(fileno=descriptor) as connection:
+        serve(connection)
+
+
+def _fork_worker(connection: int, pool_id: int) -> None:
     """Fork, and return in the child, which becomes the worker; this process supervises it and never returns.
 
     The supervisor ends as the worker does, with its exit code or by its signal, so that the pool can name it.

@@ -13,19 +13,17 @@ import contextlib
 import json
 import os
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from hybrid_rl.config import ConfigError
-from hybrid_rl.printable import PrintableStream
 from hybrid_rl.rewards.calling import Caller
 from hybrid_rl.rewards.loading import RuleFunction, load_functions
 from hybrid_rl.rewards.messages import receive_message, send_message
 from hybrid_rl.rewards.returned import pack
 from hybrid_rl.rewards.signatures import Sample
-from hybrid_rl.rewards.supervisor import fork_worker
+from hybrid_rl.rewards.supervisor import run_worker
 from hybrid_rl.serialization import decode
 
 
@@ -79,23 +77,5 @@ def _send(connection: socket.socket, message: dict[str, Any] | float | str) -> N
     send_message(connection, json.dumps(message).encode())
 
 
-def main() -> None:
-    """Serve the pool.
-
-    The first argument is the file descriptor of this end of the connection, the second the id of the pool's process.
-    """
-    descriptor, pool_id = map(int, sys.argv[1:])
-    os.set_inheritable(descriptor, False)
-    fork_worker(descriptor, pool_id)
-    # What a function prints goes to stderr at once: the program's stdout may be read by another program, and this
-    # process may be killed before a buffer is full. It may be the text of a response, which no terminal must obey.
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    stderr = open(sys.stderr.fileno(), "wb", closefd=False)  # noqa: SIM115
-    sys.stdout = sys.stderr = PrintableStream(stderr, encoding="utf-8", line_buffering=True)
-    os.dup(descriptor)  # stays open until exit handlers have run, so that the pool sees the end of this process
-    with contextlib.suppress(EOFError, ConnectionError), socket.socket(fileno=descriptor) as connection:
-        serve(connection)
-
-
 if __name__ == "__main__":
-    main()
+    run_worker(serve)

@@ -1,5 +1,7 @@
 """Environments in worker processes: their answers, and what a failing, hanging or dying one costs."""
 
+import math
+import multiprocessing.connection
 import os
 import signal
 import time
@@ -18,6 +20,7 @@ from hybrid_rl.processes import read_state
 FILE = '''
 import asyncio
 import os
+import sys
 import time
 
 class Guess:
@@ -47,7 +50,42 @@ class Guess:
         done = guess == self.number
         return "lower" if guess > self.number else "higher", self.reward * done, done, {"distance": guess - self.number}
 
+class Closing(Guess):
+    """A file is written at the end; a number above 9 hangs there."""
+
+    def close(self):
+        if self.number > 9:
+            time.sleep(600)
+        with open(os.environ["CLOSED"], "a") as file:
+            file.write(f"{self.number} ")
+        if self.number == 9:
+            raise OSError("cannot close")
+
+class Holding(Guess):
+    def step(self, response):
+        self.held = b"x" * int(response)
+        return "", 0.0, False, {}
+
+class Blocking:
+    """An asynchronous class that waits without await."""
+
+    async def reset(self, row):
+        return ""
+
+    async def step(self, response):
+        time.sleep(600)
+
+class Babbling(Guess):
+    def step(self, response):
+        os.write(int(sys.argv[1]), (2).to_bytes(4, "big") + b"[]")
+        time.sleep(600)
+
 class AsyncGuess:
+    async def close(self):
+        await asyncio.sleep(0.01)
+        with open(os.environ["CLOSED"], "a") as file:
+            file.write(f"{self.number} ")
+
     async def reset(self, row):
         self.number = row["number"]
         return "guess"
@@ -159,7 +197,7 @@ def test_a_built_in_environment_without_its_package_names_the_extra(monkeypatch)
 def test_an_error_of_one_environment_is_an_answer_with_the_line_of_the_code(shared):
     started(shared, 1, 2)
     for response, message in (
-        ("raise", "LookupError: no such guess (guess.py, line 18: raise"),
+        ("raise", "LookupError: no such guess (guess.py, line 19: raise"),
         ("exit", "SystemExit: 3"),
         ("nan", "the reward is nan: must be finite"),
     ):
@@ -236,8 +274,93 @@ def test_asynchronous_environments_of_a_process_run_at_the_same_time(file):
         pool.step(1, "again")
         assert answers(pool, 1)[1].result.observation == "seen again"
         hanging = answers(pool, 1)[0]
-        assert hanging.failure == "took longer than 3 s" and not hanging.is_lost
+        assert hanging.failure == "took longer than environment.timeout_s = 3" and not hanging.is_lost
         assert pool.num_lost_processes == 0  # the limit of an asynchronous call costs no other conversation
+
+
+def test_a_close_that_hangs_ends_at_the_limit_and_makes_no_other_call_late(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("CLOSED", str(tmp_path / "closed"))
+    settings = {"num_workers": 1, "environment_variables": ["CLOSED"]}
+    with EnvironmentPool(f"{file}:Closing", timeout_s=2, **settings) as pool:
+        started(pool, 1, 2, 30)
+        pool.end(30)
+        pool.step(1, "1")
+        found = answers(pool, 2)  # of 1, whose call waits for the close, and of 2, which has no call
+        assert all(answer.is_lost for answer in found.values())
+        assert "was killed, because close() of an ended conversation took longer" in str(found[1].failure)
+        assert (pool.num_lost_processes, pool.num_lost_conversations) == (1, 2)
+        started(pool, 1)
+    assert (tmp_path / "closed").read_text() == "1 "
+
+
+@pytest.mark.parametrize("name", ["Closing", "AsyncGuess"])
+def test_environments_are_closed_when_their_conversation_or_the_pool_ends(file, name, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("CLOSED", str(tmp_path / "closed"))
+    with EnvironmentPool(f"{file}:{name}", timeout_s=30, num_workers=1, environment_variables=["CLOSED"]) as pool:
+        started(pool, 1, 9)
+        pool.end(9)
+        started(pool, 2)
+        assert pool.num_calls == 3 and pool.seconds >= 0
+    assert sorted((tmp_path / "closed").read_text().split()) == ["1", "2", "9"]
+    failures = [record.getMessage() for record in caplog.records if "close() of an environment" in record.getMessage()]
+    assert len(failures) == (name == "Closing") and all("OSError: cannot close" in text for text in failures)
+
+
+def test_a_process_that_holds_too_much_memory_is_killed_and_named(file):
+    with EnvironmentPool(f"{file}:Holding", timeout_s=30, num_workers=1, memory_limit_bytes=2 * 10**8) as pool:
+        started(pool, 1, 2)
+        pool.step(1, "1000000")
+        assert answers(pool, 1)[1].failure is None
+        pool.step(1, "400000000")
+        found = list[Answer]()
+        while not any(answer.is_lost for answer in found):
+            found += pool.receive(10)
+        assert {answer.key for answer in found if answer.is_lost} == {1, 2}
+        assert "held more than environment.memory_limit_bytes = 200000000" in str(found[-1].failure)
+        assert pool.num_lost_processes == 1
+        started(pool, 1)
+
+
+def test_an_asynchronous_method_that_blocks_is_killed_and_named(file):
+    with EnvironmentPool(f"{file}:Blocking", timeout_s=1, num_workers=1) as pool:
+        started(pool, 1, 2)
+        pool.step(1, "")
+        found = answers(pool, 2)
+        assert "took longer than environment.timeout_s = 1 and kept the event loop" in str(found[1].failure)
+        assert not found[1].is_lost and found[2].is_lost
+
+
+def test_a_process_that_sends_something_else_is_lost(file):
+    with EnvironmentPool(f"{file}:Babbling", timeout_s=30, num_workers=1) as pool:
+        started(pool, 1)
+        pool.step(1, "")
+        found = answers(pool, 1)[1]
+        assert found.is_lost and str(found.failure).endswith("sent something that is no answer")
+
+
+def test_a_stopped_process_delays_no_one_and_its_conversations_start_again(file):
+    """The turn is longer than the buffer of the connection, so that it cannot be sent to a stopped process."""
+    with EnvironmentPool(f"{file}:Guess", timeout_s=2, num_workers=2) as pool:
+        started(pool, 1, 2)
+        pool.step(1, "pid")
+        os.kill(answers(pool, 1)[1].result.info["pid"], signal.SIGSTOP)
+        before = time.monotonic()
+        pool.step(1, "9" * 2**22)
+        assert time.monotonic() - before < 1
+        pool.step(2, "2")
+        assert answers(pool, 1)[2].result.done
+        lost = answers(pool, 1)[1]
+        assert lost.is_lost and str(lost.failure).endswith("timeout_s = 2 and is stopped (SIGSTOP or a debugger)")
+
+
+def test_a_caller_that_waits_itself_uses_the_connections_and_the_time_of_the_next_look(file):
+    with EnvironmentPool(f"{file}:Guess", timeout_s=30, num_workers=2) as pool:
+        started(pool, 1, 2)
+        assert pool.next_look == math.inf and len(pool.connections) == 2
+        pool.step(2, "2")
+        assert 0 < pool.next_look - time.monotonic() <= 30
+        ready = multiprocessing.connection.wait(pool.connections, timeout=60)
+        assert len(ready) == 1 and [answer.key for answer in pool.receive()] == [2]
 
 
 def test_no_process_survives_the_pool(file):
