@@ -27,6 +27,8 @@ class Prompt:
     """End of `text` that the chat template writes in the model's name, such as `<think>` and a line break."""
     messages: list[dict[str, Any]] | None = None
     """Chat messages of the row, which functions in TRL's signature get; None for a text prompt."""
+    user_text: str | None = None
+    """Text of the row that the chat template has wrapped as a message of the user; None for all other prompts."""
     answer: str | list[str] | None = None
     """The right answer; a list of all right ones where the data set has a list."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -36,6 +38,20 @@ class Prompt:
     def text_without_prefill(self) -> str:
         """Text up to the start of the response that is judged."""
         return self.text.removesuffix(self.prefill)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationStart:
+    """A conversation that is to be generated."""
+
+    prompt: Prompt
+    sequence_id: int
+    """See Rollout."""
+    seed: int | None
+    """Seed of the samples of the first turn, from which the seeds of the others follow; None draws from the engine's
+    own generator."""
+    environment_seed: int
+    """Seed for the environment, equal within a group."""
 
 
 SAMPLED_ROLE = "assistant"
@@ -73,10 +89,13 @@ class Rollout:
     is_truncated: bool
     """Whether the token limit ended the response, and not an EOS or a stop string."""
     text: str
-    """Response as it is judged: the prompt's prefill and the sampled tokens except the stop token that ended it."""
+    """Response as it is judged: the prompt's prefill, the sampled tokens except the stop token that ended the response,
+    and in a conversation the observations between them."""
     turns: list[Turn] = field(default_factory=list)
     """Turns of a conversation, which divide `response_ids` from its start to its end; without turns, all tokens are
     one sampled turn."""
+    counts: dict[str, float] = field(default_factory=dict)
+    """Values of a conversation for metrics, such as the number of its tool calls."""
 
     def __post_init__(self) -> None:
         num_tokens = sum(turn.num_tokens for turn in self.turns)

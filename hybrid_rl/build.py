@@ -17,6 +17,7 @@ from hybrid_rl.checkpoints.resume import make_saver, open_phase_log
 from hybrid_rl.checkpoints.run_folder import RunFolder
 from hybrid_rl.checkpoints.saver import Saver
 from hybrid_rl.config import Config
+from hybrid_rl.conversations.setup import Environments
 from hybrid_rl.data.loading import Data
 from hybrid_rl.data.sets import make_text_mixture
 from hybrid_rl.distributed import World, begin_to_end, join_world
@@ -77,7 +78,7 @@ def build(config: Config, start: Start | None = None) -> Run:
         with start.stage("checks"):
             prepared = prepare_run(config, run_site(world, start.stage))
         assert prepared.folder
-        opened = [prepared.folder.close, prepared.data.close]
+        opened = [prepared.folder.close, prepared.close]
         try:
             return build_in(prepared.folder, prepared, world, opened, start)
         except BaseException as error:
@@ -115,6 +116,7 @@ def build_in(
         world=world,
         data_parallel=data_parallel,
         data=prepared.data,
+        environments=prepared.environments,
         recorder=recorder,
         memory=memory,
         tenants=make_tenants(prepared, world, start, always_resident=memory.always_resident),
@@ -175,6 +177,7 @@ class Setup:
     data_parallel: World
     """See Run.data_parallel."""
     data: Data
+    environments: Environments | None
     recorder: Recorder
     memory: MemoryManager
     tenants: Tenants
@@ -228,6 +231,7 @@ def build_models(setup: Setup, *, steps_done: int) -> Run:
         world=setup.world,
         data_parallel=setup.data_parallel,
         data=setup.data,
+        environments=setup.environments,
         recorder=setup.recorder,
         memory=setup.memory,
         limits=make_limits(config, forward_tokens(config.update, is_varlen=is_varlen), rank=setup.world.rank),

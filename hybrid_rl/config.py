@@ -8,6 +8,7 @@ from typing import Literal, TypeVar
 
 from hybrid_rl.algorithms.specs import ESTIMATORS
 from hybrid_rl.config_data import DataSource, PromptsConfig, paths_in
+from hybrid_rl.config_environment import EnvironmentConfig
 from hybrid_rl.config_operation import CheckpointConfig, MemoryConfig, RunConfig, SyncConfig
 from hybrid_rl.config_training import AdvantageConfig, OptimizerConfig, PtxConfig, UpdateConfig
 from hybrid_rl.printable import printable
@@ -18,6 +19,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataSource",
+    "EnvironmentConfig",
     "Findings",
     "LoraConfig",
     "MemoryConfig",
@@ -208,6 +210,7 @@ class Config:
     models: ModelsConfig = field(default_factory=ModelsConfig)
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
@@ -240,6 +243,11 @@ class Config:
         weights = dict(zip(names, self.reward.weights or [1.0] * len(names), strict=False))
         judges = [name for name in names if name != "think_format"] or names
         return max(judges, key=lambda name: weights.get(name, 0.0))
+
+    @property
+    def is_judged_by_environment(self) -> bool:
+        """Whether the rewards of the environment are the score of an evaluation, because no rule function is named."""
+        return self.environment.is_used and self.run.eval_function is None and not self.reward.functions
 
     @property
     def rule_functions(self) -> list[str]:

@@ -17,6 +17,7 @@ from hybrid_rl.checkpoints.lock import check_unlocked
 from hybrid_rl.checkpoints.run_folder import RunFolder, decide_together
 from hybrid_rl.checkpoints.start import EXPORTED, Start
 from hybrid_rl.config import Config, ConfigError, Findings, check
+from hybrid_rl.conversations.setup import Environments, start_environments
 from hybrid_rl.data.loading import Data, load_data
 from hybrid_rl.distributed import World
 from hybrid_rl.engines.deepspeed.settings import check_deepspeed
@@ -93,6 +94,8 @@ class Prepared:
     config: Config
     """The settings, with the planned size of the KV cache."""
     data: Data
+    environments: Environments | None
+    """None for a run without conversations."""
     shapes: Shapes
     plan: Plan
     why_copies: str
@@ -103,6 +106,12 @@ class Prepared:
     """The run's folder, locked; None for a run that is only checked."""
     state: dict[str, Any]
     """State of the checkpoint that it continues from, with the number of finished steps as `step`."""
+
+    def close(self) -> None:
+        """End the processes of rule functions and environments."""
+        if self.environments:
+            self.environments.close()
+        self.data.close()
 
     @property
     def aliases_weights(self) -> bool:
@@ -176,6 +185,7 @@ def _prepare_in(folder: RunFolder | None, config: Config, site: Site, checks: Ch
     use_cache_if_unreachable(filter(None, (models.actor, models.critic, models.reference, models.reward)))
     with site.stage("dataset"):
         data = checks.run(lambda: load_data(config, site.world))
+        environments = checks.run(lambda: start_environments(config, data)) if data else None
     shapes = checks.run(lambda: read_shapes(config))
     plan = checks.run(lambda: plan_run(config, shapes, site.machine, is_cpu=site.is_cpu)) if shapes else None
     why_copies = checks.run(lambda: _why_copies(config, shapes, site)) if shapes else None
@@ -192,6 +202,7 @@ def _prepare_in(folder: RunFolder | None, config: Config, site: Site, checks: Ch
     return Prepared(
         config=plan.sized(config),
         data=data,
+        environments=environments,
         shapes=shapes,
         plan=plan,
         why_copies=why_copies,

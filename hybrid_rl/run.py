@@ -14,6 +14,7 @@ from hybrid_rl.checkpoints.run_folder import RunFolder
 from hybrid_rl.checkpoints.saver import CheckpointPart, Saver
 from hybrid_rl.checkpoints.snapshot import Snapshot
 from hybrid_rl.config import Config
+from hybrid_rl.conversations.setup import Environments
 from hybrid_rl.data.loading import Data
 from hybrid_rl.distributed import World, begin_to_end
 from hybrid_rl.engines import RolloutEngine, TrainEngine
@@ -91,6 +92,8 @@ class Run:
     data_parallel: World
     """The ranks that hold different sequences from SCORE to the updates: one of each model-parallel group."""
     data: Data
+    environments: Environments | None
+    """None for a run without conversations."""
     recorder: Recorder
     memory: MemoryManager
     limits: TokenLimits
@@ -141,5 +144,6 @@ class Run:
         gc.unfreeze()
         if sys.exception():
             begin_to_end()
-        parts = (self.saver.close, self.engine.close, self.data.close, self.folder.close)
+        environments = [self.environments.close] if self.environments else []
+        parts = (self.saver.close, self.engine.close, *environments, self.data.close, self.folder.close)
         close_each(*parts, error=sys.exception())

@@ -11,6 +11,8 @@ import torch
 from hybrid_rl.batch import Prompt, Rollout, TrainBatch, make_train_batch
 from hybrid_rl.checkpoints.random_state import unchanged_generators
 from hybrid_rl.checkpoints.saver import CheckpointPart
+from hybrid_rl.config import RolloutConfig
+from hybrid_rl.conversations.loop import collect_conversations
 from hybrid_rl.engines import FirstWait
 from hybrid_rl.engines.restarts import RestartableEngine
 from hybrid_rl.errors import EngineLostError, PreemptedError
@@ -93,16 +95,51 @@ def restart_metrics(run: Run) -> Metrics:
 @logged("rollout", Rollout)
 def generate(run: Run, step: int, prompts: Sequence[Prompt]) -> tuple[list[Rollout], list[Rollout]]:
     """Return sampled responses to the prompts, and the greedy response to each where the estimator compares with it."""
-    config, data = run.config, run.data
-    arguments, stop_token_ids = (prompts, run.engine, data.tokenizer, config.rollout), data.stop_token_ids
+    config = run.config
     with run.throughput.work("rollout") as work:
-        sampled = rollout.collect_rollouts(
-            *arguments, stop_token_ids=stop_token_ids, run_seed=config.run.seed, step=step
-        )
-        greedy = rollout.generate_greedy(*arguments, stop_token_ids=stop_token_ids) if config.needs_greedy else []
+        sampled = sample(run, prompts, config.rollout, seed=config.run.seed, step=step)
+        greedily = replace(config.rollout, temperature=0.0, group_size=1)
+        greedy = sample(run, prompts, greedily, seed=config.run.seed, step=step) if config.needs_greedy else []
         responses = [*sampled, *greedy]
         work.add(sum(r.num_sampled for r in responses), generation_flops(run, responses))
     return sampled, greedy
+
+
+def sample(
+    run: Run,
+    prompts: Sequence[Prompt],
+    settings: RolloutConfig,
+    *,
+    seed: int,
+    step: int,
+    top_p: float = 1.0,
+    environment_step: int | None = None,
+) -> list[Rollout]:
+    """Return responses to the prompts, or conversations where the run has environments.
+
+    Args:
+        settings: how to sample; temperature 0 is greedy decoding.
+        seed, step: determine the samples.
+        environment_step: determines what environments draw; None is `step`.
+    """
+    data = run.data
+    if run.environments:
+        with scoring.fail_together(run.world):
+            return collect_conversations(
+                prompts,
+                run.engine,
+                run.environments,
+                settings,
+                stop_token_ids=data.stop_token_ids,
+                run_seed=seed,
+                step=step,
+                top_p=top_p,
+                environment_step=environment_step,
+            )
+    arguments, stop_token_ids = (prompts, run.engine, data.tokenizer, settings), data.stop_token_ids
+    if settings.temperature == 0:
+        return rollout.generate_greedy(*arguments, stop_token_ids=stop_token_ids)
+    return rollout.collect_rollouts(*arguments, stop_token_ids=stop_token_ids, run_seed=seed, step=step, top_p=top_p)
 
 
 def generation_flops(run: Run, responses: Sequence[Rollout]) -> float | None:
@@ -115,7 +152,8 @@ def generation_flops(run: Run, responses: Sequence[Rollout]) -> float | None:
 def evaluate(run: Run, step: int, *, is_final: bool = False) -> Metrics:
     """Return the accuracy on held-out prompts where an evaluation is due: first, every few steps and last; else {}."""
     every = run.config.run.eval_every_steps
-    if run.data.eval_scorer is None or not (is_final or step == 1 or (step - 1) % every == 0):
+    has_judge = run.data.eval_scorer is not None or (run.config.is_judged_by_environment and bool(run.data.eval_sets))
+    if not has_judge or not (is_final or step == 1 or (step - 1) % every == 0):
         return {}
     metrics = measure_accuracy(run, step)
     run.evaluations.add(metrics)
@@ -126,22 +164,15 @@ def evaluate(run: Run, step: int, *, is_final: bool = False) -> Metrics:
 def measure_accuracy(run: Run, step: int) -> Metrics:
     """Return accuracy, mean score, response length and pass@k of each set of held-out prompts, over all ranks."""
     config, data, settings = run.config, run.data, run.config.evaluation_rollout
-    assert data.eval_scorer is not None
-    arguments = (data.eval_prompts, run.engine, data.tokenizer, settings)
-    if settings.temperature == 0:
-        responses = rollout.generate_greedy(*arguments, stop_token_ids=data.stop_token_ids)
-    else:
-        seed, top_p = config.run.seed + 1, config.run.eval_top_p
-        responses = rollout.collect_rollouts(
-            *arguments, stop_token_ids=data.stop_token_ids, run_seed=seed, step=step, top_p=top_p
-        )
+    seed, top_p = config.run.seed + 1, config.run.eval_top_p
+    responses = sample(run, data.eval_prompts, settings, seed=seed, step=step, top_p=top_p, environment_step=0)
     with scoring.fail_together(run.world):
-        result = data.eval_scorer.score(responses)
+        scores, failures = judging.judge(responses, data.eval_scorer)
     sums, counts = judging.sums_of_sets(
         {name: len(prompts) for name, prompts in data.eval_sets.items()},
         responses,
-        result.scores,
-        result.failures,
+        scores,
+        failures,
         num_samples=settings.group_size,
         pass_at=config.run.eval_pass_at,
     )

@@ -96,8 +96,12 @@ def _check_sources(config: Config) -> None:
         f"run.profile_steps = {list(profiled or [])}: must be a first and a last step, which is not before it",
     )
     check(
-        config.models.reward is not None or bool(reward.functions) or bool(reward.remote_urls),
-        "models.reward is null, reward.functions and reward.remote_urls are empty: one must score the responses",
+        config.models.reward is not None
+        or bool(reward.functions)
+        or bool(reward.remote_urls)
+        or config.environment.name is not None,
+        "models.reward and environment.name are null, reward.functions and reward.remote_urls are empty: one must "
+        "score the responses",
     )
     check(
         reward.weights is None or len(reward.weights) == len(reward.functions),

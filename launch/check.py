@@ -70,7 +70,7 @@ def check_run(config: Config, site: Site, *, known: Sequence[str] = ()) -> Prepa
     checks.messages += known
     config = checks.run(lambda: with_demo(config)) or config
     prepared = prepare_run(config, site, known=checks.messages)
-    prepared.data.close()
+    prepared.close()
     return prepared
 
 

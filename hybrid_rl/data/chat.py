@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -61,10 +62,18 @@ def chat_template_of(tokenizer: PreTrainedTokenizerBase, template: Template, whe
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], config: PromptsConfig, template: Template, where: str
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    config: PromptsConfig,
+    template: Template,
+    where: str,
+    *,
+    tools: list[dict[str, Any]] | None = None,
 ) -> Chat:
     """Return a chat as its template renders it up to the start of the response.
 
+    Args:
+        tools: schemas of the tools that the template describes to the model.
     Raises:
         ConfigError: there is no chat template or it refuses the messages; they end with an assistant's turn; there
             are two system messages; or the template does not show where a response begins.
@@ -79,7 +88,12 @@ def render_chat(
     def render(messages: Sequence[Message], is_prompt: bool, **variables: Clock) -> str:
         try:
             return tokenizer.apply_chat_template(
-                list(messages), chat_template=source, tokenize=False, add_generation_prompt=is_prompt, **variables
+                list(messages),
+                tools=tools,
+                chat_template=source,
+                tokenize=False,
+                add_generation_prompt=is_prompt,
+                **variables,
             )
         except Exception as error:  # a template is a program of its own, which can raise anything
             raise ConfigError(f"{where}: the chat template refuses its messages: {error}") from error

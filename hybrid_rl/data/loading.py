@@ -44,7 +44,7 @@ class Data:
     scorer: ScorerPool | None
     """Rule functions of training; None if the settings list none."""
     eval_scorer: ScorerPool | None
-    """Rule function of evaluation; None without evaluation."""
+    """Rule function of evaluation; None without evaluation, or where the environment judges."""
     remote: RemoteScorer | None
     """HTTP services that score responses; None if the settings list none."""
     reward_tokenizer: PreTrainedTokenizerBase | None
@@ -179,7 +179,7 @@ def _make_scorer(config: Config, sets: Sequence[PromptSet], make: Callable[..., 
 
 def _make_eval_scorer(config: Config, sets: Sequence[PromptSet], make: Callable[..., ScorerPool]) -> ScorerPool | None:
     """Return the rule function of evaluation; None if the run does not evaluate."""
-    if not evaluates(config):
+    if not evaluates(config) or config.is_judged_by_environment:
         return None
     setting = "run.eval_function"
     choice = choose_functions(

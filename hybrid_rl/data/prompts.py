@@ -168,6 +168,7 @@ def encode_prompt(
         undated_token_ids=None if undated is None else encode(tokenizer, undated),
         prefill=prefill,
         messages=None if isinstance(value, str) else value,
+        user_text=value if isinstance(value, str) and config.chat else None,
         answer=_answer_of(row, config, where) if config.answer_column in row else None,
         metadata=metadata,
     )

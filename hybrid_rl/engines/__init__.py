@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from hybrid_rl.batch import ConversationStart, Rollout
 from hybrid_rl.checkpoints.snapshot import Snapshot
 from hybrid_rl.weights.protocols import NamedShape, WeightReceiver
 
@@ -44,6 +45,41 @@ class Generation:
     """Whether the response ended at max_tokens, without a stop token or stop string."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A turn of a conversation that is to be sampled."""
+
+    number: int
+    """Names the request in what RequestStream.receive returns."""
+    token_ids: list[int]
+    """Prompt and conversation so far."""
+    max_tokens: int
+    """Most tokens of the turn."""
+    seed: int | None
+    """None draws from the engine's own generator."""
+
+
+class RequestStream(Protocol):
+    """Requests that are added while the engine decodes others."""
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests that are not finished."""
+        ...
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Add requests, which the engine starts together."""
+        ...
+
+    def receive(self) -> list[tuple[int, Generation]]:
+        """Return number and response of each request that has finished by now; vLLM's stream does not wait."""
+        ...
+
+
+RunConversations = Callable[[RequestStream, Sequence[ConversationStart]], list[Rollout]]
+"""Generates conversations through a stream, and returns them in the order of their starts."""
+
+
 class RolloutEngine(WeightReceiver, Protocol):
     """An engine that generates responses with the trainer's weights; see WeightReceiver for weight sync.
 
@@ -61,6 +97,18 @@ class RolloutEngine(WeightReceiver, Protocol):
 
         Raises:
             RuntimeError: the weights are not the trainer's, or memory is unmapped.
+        """
+        ...
+
+    def converse(self, starts: Sequence[ConversationStart], sampling: Sampling, run: RunConversations) -> list[Rollout]:
+        """Return one conversation per start, in order, which `run` generates through a stream of this engine.
+
+        Args:
+            sampling: of every turn; max_tokens comes from each request.
+            run: called on one rank for the starts of all ranks that share the engine.
+
+        Raises:
+            RuntimeError: see generate.
         """
         ...
 

@@ -7,8 +7,9 @@ from typing import TypeVar
 
 import torch
 
+from hybrid_rl.batch import ConversationStart, Rollout
 from hybrid_rl.distributed import World
-from hybrid_rl.engines import Generation, RolloutEngine, Sampling
+from hybrid_rl.engines import Generation, RolloutEngine, RunConversations, Sampling
 from hybrid_rl.machine.visible_devices import name_of_rank
 from hybrid_rl.weights.bucket import Slot, device_key, joint_handle
 from hybrid_rl.weights.protocols import TensorSlice
@@ -59,6 +60,21 @@ class GroupEngine:
         responses = self._ask(lambda engine: _generate(engine, requests, sampling))
         first = sum(len(other) for other, _, _ in requests[: self._ranks.rank])
         return responses[first : first + len(prompts)]
+
+    def converse(self, starts: Sequence[ConversationStart], sampling: Sampling, run: RunConversations) -> list[Rollout]:
+        """Return one conversation per start of this rank, in order; the first rank's environments answer all ranks."""
+        requests = self._ranks.all_gather((list(starts), self._seed), ConversationStart)
+        self._seed = None
+        seeds = [seed for _, seed in requests if seed is not None]
+
+        def converse() -> list[Rollout]:
+            if seeds:
+                self._engines[0].seed(seeds[0])
+            return self._engines[0].converse([start for part, _ in requests for start in part], sampling, run)
+
+        conversations = self._ranks.run_on_main(converse, Rollout)
+        first = sum(len(other) for other, _ in requests[: self._ranks.rank])
+        return conversations[first : first + len(starts)]
 
     def seed(self, seed: int) -> None:
         """Seed the engine's own generator before the next generation; it suffices that one rank calls this."""

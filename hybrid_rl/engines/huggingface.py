@@ -2,12 +2,14 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
-from hybrid_rl.engines import Generation, Sampling
+from hybrid_rl.batch import ConversationStart, Rollout
+from hybrid_rl.engines import Generation, Request, RunConversations, Sampling
 from hybrid_rl.models.loading import load_dense
 from hybrid_rl.models.tokenizer import load_tokenizer
 from hybrid_rl.weights.bucket import AliasedWeights, Slot, open_ipc_bucket
@@ -66,6 +68,10 @@ class HuggingFaceEngine:
             outputs = self._decode(torch.tensor([prompts[i] for i in rows], device=self._device), sampling, generators)
             results.update(zip(rows, outputs, strict=True))
         return [results[i] for i in range(len(prompts))]
+
+    def converse(self, starts: Sequence[ConversationStart], sampling: Sampling, run: RunConversations) -> list[Rollout]:
+        """Return one conversation per start, in order; see RolloutEngine."""
+        return run(_Stream(self, sampling), starts)
 
     def _generator(self, seed: int | None) -> torch.Generator | None:
         return None if seed is None else torch.Generator(self._device).manual_seed(seed)
@@ -175,6 +181,37 @@ class HuggingFaceEngine:
 
     def close(self) -> None:
         """Do nothing, because the engine has no process."""
+
+
+class _Stream:
+    """A RequestStream that generates when its responses are asked for."""
+
+    def __init__(self, engine: HuggingFaceEngine, sampling: Sampling) -> None:
+        self._engine = engine
+        self._sampling = sampling
+        self._requests: list[Request] = []
+
+    @property
+    def num_running(self) -> int:
+        return len(self._requests)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._requests += requests
+
+    def receive(self) -> list[tuple[int, Generation]]:
+        """Return the responses to all requests; those with one limit and one length are decoded together."""
+        requests, self._requests = self._requests, []
+        found: list[tuple[int, Generation]] = []
+        for limit in sorted({request.max_tokens for request in requests}):
+            part = [request for request in requests if request.max_tokens == limit]
+            seeds = [request.seed for request in part]
+            responses = self._engine.generate(
+                [request.token_ids for request in part],
+                replace(self._sampling, max_tokens=limit),
+                None if None in seeds else [seed for seed in seeds if seed is not None],
+            )
+            found += zip([request.number for request in part], responses, strict=True)
+        return found
 
 
 def nucleus(logprobs: Tensor, top_p: float) -> Tensor:

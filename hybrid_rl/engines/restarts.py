@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+from hybrid_rl.batch import ConversationStart, Rollout
 from hybrid_rl.distributed import World
-from hybrid_rl.engines import Generation, RolloutEngine, Sampling
+from hybrid_rl.engines import Generation, RolloutEngine, RunConversations, Sampling
 from hybrid_rl.errors import EngineLostError
 from hybrid_rl.weights.bucket import Slot
 from hybrid_rl.weights.protocols import TensorSlice
@@ -59,6 +60,10 @@ class RestartableEngine:
         """Return one response per prompt, in order; see RolloutEngine."""
         return self._together(lambda: self._engine.generate(prompts, sampling, seeds))
 
+    def converse(self, starts: Sequence[ConversationStart], sampling: Sampling, run: RunConversations) -> list[Rollout]:
+        """Return one conversation per start, in order; see RolloutEngine."""
+        return self._together(lambda: self._engine.converse(starts, sampling, run))
+
     def seed(self, seed: int) -> None:
         """Seed the engine's own generator; an engine that is lost is noticed by the next generation."""
         try:
@@ -107,12 +112,17 @@ class RestartableEngine:
             EngineLostError: the engine of any rank is lost; on all ranks the error of the first of them.
         """
         result: list[T] = []
+        other: Exception | None = None
         if self._loss is None:
             try:
                 result.append(work())
             except EngineLostError as error:
                 self._loss = error
+            except Exception as error:  # of an environment; the other ranks learn of it where they wait next
+                other = error
         losses = [loss for loss in self._ranks.all_gather(str(self._loss or "")) if loss]
         if losses:
             raise EngineLostError(losses[0]) from self._loss
+        if other:
+            raise other
         return result[0]

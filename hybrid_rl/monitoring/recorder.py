@@ -106,7 +106,8 @@ class Recorder:
             console.print(message, markup=False, highlight=False, soft_wrap=True)
         elif self._config.prompts.eval_path and self._config.run.eval_every_steps:
             sets = ", ".join(paths_in(self._config.prompts.eval_path))
-            message = f"accuracy on {sets} is judged by {self._config.eval_function}"
+            judge = "the environment" if self._config.is_judged_by_environment else self._config.eval_function
+            message = f"accuracy on {sets} is judged by {judge}"
             origin = "run.eval_function" if self._config.run.eval_function else "run.eval_function = null"
             console.print(f"{message} ({origin})", markup=False, highlight=False, soft_wrap=True)
         self._progress = Progress(num_steps, first_step, console)

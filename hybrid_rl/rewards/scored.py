@@ -1,6 +1,7 @@
 """Responses with their scores, as ranks exchange them and the phase log keeps them."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -83,14 +84,20 @@ class Scored:
 
     @property
     def sums(self) -> dict[str, float]:
-        """Sums over the responses of scores, of parts and of further values where there are any; number of failures."""
+        """Sums over the responses of scores, of parts and of further values where there are any, and of the values of
+        conversations; number of failures."""
         sums = {f"reward/{name}": float(values.nansum()) for name, values in (self.parts | self.extras).items()}
-        return sums | {"reward/score": float(self.scores.sum()), "reward/num_failed": float(len(self.failed))}
+        sums |= {"reward/score": float(self.scores.sum()), "reward/num_failed": float(len(self.failed))}
+        for rollout in self.rollouts:
+            for name, value in rollout.counts.items():
+                sums[name] = sums.get(name, 0.0) + value
+        return sums
 
     @property
     def counts(self) -> dict[str, int]:
         """Number of responses that each part and further value exists for, by the names of `sums`."""
-        return {f"reward/{name}": int((~v.isnan()).sum()) for name, v in (self.parts | self.extras).items()}
+        counts = {f"reward/{name}": int((~v.isnan()).sum()) for name, v in (self.parts | self.extras).items()}
+        return counts | Counter(name for rollout in self.rollouts for name in rollout.counts)
 
     @property
     def details(self) -> list[dict[str, dict[str, float | str]]]:

@@ -18,6 +18,8 @@ PATHS = (
     "prompts.path",
     "prompts.eval_path",
     "prompts.template_path",
+    "environment.name",
+    "environment.tools",
     "reward.functions",
     "reward.by_source",
     "reward.gates",

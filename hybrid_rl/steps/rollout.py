@@ -1,6 +1,5 @@
 """Responses to prompts, sampled for training or greedy for baselines and evaluation."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,12 +9,7 @@ from hybrid_rl.batch import Prompt, Rollout
 from hybrid_rl.config import RolloutConfig
 from hybrid_rl.engines import Generation, RolloutEngine, Sampling
 from hybrid_rl.models.tokenizer import decode_after
-
-
-def request_seed(run_seed: int, step: int, sequence_id: int) -> int:
-    """Return the sampling seed of one response, which depends on neither the number of ranks nor the batching."""
-    digest = hashlib.blake2b(f"{run_seed}/{step}/{sequence_id}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little")
+from hybrid_rl.seeds import request_seed
 
 
 def collect_rollouts(

@@ -66,7 +66,7 @@ def test_a_start_that_fails_closes_what_is_open_and_keeps_its_error(make_config,
 
 
 def test_a_run_whose_engine_does_not_close_ends_with_this_error(make_config, tmp_path, closed):
-    config, before = make_config(tmp_path, run={"num_steps": 1}), num_open()
+    config, before = make_config(tmp_path, run={"num_steps": 1}), opened(tmp_path)
     with pytest.raises(RuntimeError, match="the engine does not close"):
         trainer.train(config)
     assert opened(tmp_path) == before and (config.run_dir / "summary.json").exists()

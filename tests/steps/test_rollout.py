@@ -14,7 +14,8 @@ from hybrid_rl.engines import Generation
 from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.models.loading import load_actor
 from hybrid_rl.models.tokenizer import load_tokenizer
-from hybrid_rl.steps.rollout import collect_rollouts, generate_greedy, judged_text, request_seed
+from hybrid_rl.seeds import request_seed
+from hybrid_rl.steps.rollout import collect_rollouts, generate_greedy, judged_text
 from tests.conftest import make_rollout, sync_weights
 
 CPU = torch.device("cpu")

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from hybrid_rl.batch import ConversationStart, Rollout
 from hybrid_rl.config import RolloutConfig
-from hybrid_rl.engines import Generation, ReportStage, Sampling
+from hybrid_rl.engines import Generation, ReportStage, RunConversations, Sampling
 from hybrid_rl.engines.vllm.arguments import engine_arguments
 from hybrid_rl.engines.vllm.copies import BucketCopies
 from hybrid_rl.engines.vllm.environment import engine_environment
@@ -20,6 +21,7 @@ from hybrid_rl.engines.vllm.folder import EngineFolder
 from hybrid_rl.engines.vllm.processes import EngineProcesses
 from hybrid_rl.engines.vllm.sampling import sampling_params, to_generation
 from hybrid_rl.engines.vllm.stages import StartStages
+from hybrid_rl.engines.vllm.stream import open_stream
 from hybrid_rl.engines.vllm.watch import Call, EngineWatch
 from hybrid_rl.weights.bucket import AliasedWeights, Slot
 from hybrid_rl.weights.protocols import TensorSlice
@@ -156,17 +158,9 @@ class VllmEngine:
         Raises:
             RuntimeError: the weights are not the trainer's, memory is unmapped, or stop strings were not configured.
         """
-        if not self._weights_valid:
-            raise RuntimeError("generate: the engine's weights were dropped or never filled; sync the trainer's first")
-        if self._mapped != set(_TAGS):
-            raise RuntimeError(f"generate: only {sorted(self._mapped)} of the engine is on the device")
+        self._raise_unless_ready(sampling)
         if not prompts:
             return []
-        if sampling.stop_strings and not self._has_tokenizer:
-            raise RuntimeError(
-                f"generate: stop strings {list(sampling.stop_strings)}, but the engine started without a tokenizer "
-                "because rollout.stop_strings was empty"
-            )
         each_seed = [None] * len(prompts) if seeds is None else seeds
         parameters = [sampling_params(sampling, seed, num_requests=len(prompts)) for seed in each_seed]
         requests = [{"prompt_token_ids": ids} for ids in prompts]
@@ -174,6 +168,28 @@ class VllmEngine:
             lambda: self.llm.generate(requests, parameters, use_tqdm=False), f"generate {len(prompts)} responses"
         )
         return [to_generation(output, sampling) for output in outputs]
+
+    def converse(self, starts: Sequence[ConversationStart], sampling: Sampling, run: RunConversations) -> list[Rollout]:
+        """Return one conversation per start, in order; see RolloutEngine.
+
+        Raises:
+            RuntimeError: see generate.
+        """
+        self._raise_unless_ready(sampling)
+        doing = f"generate {len(starts)} conversations"
+        with open_stream(self.llm.llm_engine, self._watch, sampling, doing) as stream:
+            return run(stream, starts)
+
+    def _raise_unless_ready(self, sampling: Sampling) -> None:
+        if not self._weights_valid:
+            raise RuntimeError("generate: the engine's weights were dropped or never filled; sync the trainer's first")
+        if self._mapped != set(_TAGS):
+            raise RuntimeError(f"generate: only {sorted(self._mapped)} of the engine is on the device")
+        if sampling.stop_strings and not self._has_tokenizer:
+            raise RuntimeError(
+                f"generate: stop strings {list(sampling.stop_strings)}, but the engine started without a tokenizer "
+                "because rollout.stop_strings was empty"
+            )
 
     def seed(self, seed: int) -> None:
         """Seed the generator of every worker; see RolloutEngine."""

@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from hybrid_rl.engines.vllm.processes import EngineProcesses, how_it_ended
@@ -88,8 +89,14 @@ class EngineWatch:
 
     def result(self, call: Call[T], doing: str) -> T:
         """Return the result of a call that has ended; see call."""
-        try:
+        with self.explaining(doing):
             return call.result()
+
+    @contextmanager
+    def explaining(self, doing: str) -> Iterator[None]:
+        """Raise EngineLostError for an error of vLLM that a lost engine is the cause of; see call."""
+        try:
+            yield
         except Exception as error:
             has_failed = type(error).__name__ == "EngineDeadError"  # vLLM's, whose import takes seconds
             deadline = time.monotonic() + (_DEATH_S if has_failed else 0.0)
@@ -122,21 +129,36 @@ class EngineWatch:
             EngineLostError: a process of the engine has ended, or there was no progress for stall_timeout_s; or an
                 earlier wait has ended early.
         """
-        self._raise_if_broken(doing)
-        progress = progress or (lambda: self._num_signs)
-        idle_s, last_time, last_progress = 0.0, time.monotonic(), progress()
+        look = self.looking(doing, progress=progress)
         is_complete = False
         try:
             while not is_done(poll_s):
-                self._raise_if_ended(doing)
-                now, made = time.monotonic(), progress()
-                idle_s = 0.0 if made != last_progress else idle_s + min(now - last_time, _LONGEST_POLL_S)
-                last_time, last_progress = now, made
-                if idle_s >= self.stall_timeout_s:
-                    raise EngineLostError(f"{self._who_stalls()}; the trainer waits for it to {doing}")
+                look()
             is_complete = True
         finally:
             self.is_broken |= not is_complete
+
+    def looking(self, doing: str, *, progress: Callable[[], Any] | None = None) -> Callable[[], None]:
+        """Return a function that looks at the engine once, for a wait that the caller goes on with; see wait.
+
+        Raises:
+            EngineLostError: by this and by every look.
+        """
+        self._raise_if_broken(doing)
+        progress = progress or (lambda: self._num_signs)
+        idle_s, last_time, last_progress = 0.0, time.monotonic(), progress()
+
+        def look() -> None:
+            nonlocal idle_s, last_time, last_progress
+            self._raise_if_ended(doing)
+            now, made = time.monotonic(), progress()
+            idle_s = 0.0 if made != last_progress else idle_s + min(now - last_time, _LONGEST_POLL_S)
+            last_time, last_progress = now, made
+            if idle_s >= self.stall_timeout_s:
+                self.is_broken = True
+                raise EngineLostError(f"{self._who_stalls()}; the trainer waits for it to {doing}")
+
+        return look
 
     def _raise_if_broken(self, doing: str) -> None:
         if self.is_broken:

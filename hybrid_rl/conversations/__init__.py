@@ -1,0 +1,1 @@
+"""Generation of conversations of several turns, between the rollout engine and environments."""

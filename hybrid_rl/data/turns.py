@@ -1,0 +1,228 @@
+"""Token ids of conversations: their prompts, and what stands between two turns of the model.
+
+What the engine has sampled stays as it is, and what an environment adds is tokenized once. The text that the chat
+template writes between two turns, such as the end of a message and the header of the next one, belongs to the
+environment's observation.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rl.batch import Prompt
+from hybrid_rl.config import ConfigError, PromptsConfig, check
+from hybrid_rl.data.chat import NEXT_TURN, SENTINEL, chat_template_of, find_prefill, render_chat
+from hybrid_rl.data.files import Message
+from hybrid_rl.data.template import Template
+from hybrid_rl.models.tokenizer import decode_after, encode
+
+CONTEXT = 8
+"""Tokens before a turn with which it is decoded, because its first space depends on them."""
+THOUGHT = f"<think>\n{SENTINEL}\n</think>\n\n{SENTINEL}"
+"""A turn with thinking, which some chat templates remove from earlier turns."""
+
+
+def as_messages(observation: str | list[Message]) -> list[Message]:
+    """Return an observation as messages; text is a message of the user."""
+    return observation if isinstance(observation, list) else [{"role": "user", "content": observation}]
+
+
+def messages_of(prompt: Prompt) -> list[Message]:
+    """Return the messages of the prompt of a row; text is a message of the user."""
+    text = prompt.text if prompt.user_text is None else prompt.user_text
+    return as_messages(text) if prompt.messages is None else prompt.messages
+
+
+class ParsedTurn(Protocol):
+    """A turn of the model."""
+
+    content: str
+    """Text without the calls."""
+    tool_calls: list[dict[str, Any]]
+    """Calls in OpenAI's form."""
+
+
+class ToolFormat(Protocol):
+    """How a chat template and a model write tools, their calls and their results."""
+
+    def prompt(
+        self, messages: list[Message], tools: list[dict[str, Any]]
+    ) -> tuple[list[Message], list[dict[str, Any]] | None]:
+        """Return the messages of a prompt and the tools for the chat template, None where the messages have them."""
+        ...
+
+    def observation(self, messages: list[Message]) -> list[Message]:
+        """Return the results of tools as messages that the chat template takes."""
+        ...
+
+    def parse(self, text: str, tools: list[dict[str, Any]]) -> ParsedTurn:
+        """Return the content and the tool calls of a turn; a call that cannot be read is one of them."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glue:
+    """Tokens between two sampled turns."""
+
+    token_ids: list[int]
+    text: str
+    prefill: str
+    """End of the text that the chat template writes in the model's name."""
+
+
+class TurnEncoder:
+    """Prompts and observations of conversations as token ids."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        config: PromptsConfig,
+        template: Template,
+        *,
+        make_tool_format: Callable[[], ToolFormat],
+    ) -> None:
+        """Take the actor's tokenizer, the settings of prompts and the content of prompts.template_path.
+
+        Args:
+            make_tool_format: called for the first conversation with tools.
+        """
+        self._make_tool_format = make_tool_format
+        self._tokenizer = tokenizer
+        self._config = config
+        self._template = template
+
+    @functools.cached_property
+    def tool_format(self) -> ToolFormat:
+        """How tools are written.
+
+        Raises:
+            ConfigError: the calls of the chat template cannot be read.
+        """
+        return self._make_tool_format()
+
+    def prompt(
+        self, prompt: Prompt, observation: str | list[Message] | None, tools: list[dict[str, Any]] | None
+    ) -> Prompt:
+        """Return the prompt of a conversation.
+
+        Args:
+            prompt: of the row.
+            observation: of the environment's reset; None takes the prompt of the row.
+            tools: schemas of the environment's tools.
+        Raises:
+            ConfigError: the prompt cannot be rendered, or is longer than prompts.max_prompt_tokens.
+        """
+        where = f"row {prompt.prompt_id}"
+        if observation is None and not tools:
+            return prompt
+        if not self._is_chat(prompt):
+            check(
+                isinstance(observation, str) and not tools,
+                f"{where}: the environment gives messages or tools, but the prompts are text: set prompts.chat = true",
+            )
+            assert isinstance(observation, str)
+            changed = replace(prompt, text=observation, token_ids=encode(self._tokenizer, observation), prefill="")
+        else:
+            messages = messages_of(prompt) if observation is None else as_messages(observation)
+            if tools:
+                messages, tools = self.tool_format.prompt(messages, tools)
+            chat = render_chat(self._tokenizer, messages, self._config, self._template, where, tools=tools)
+            ids = encode(self._tokenizer, chat.text)
+            changed = replace(prompt, text=chat.text, token_ids=ids, prefill=chat.prefill, messages=messages)
+        limit = self._config.max_prompt_tokens
+        check(bool(changed.token_ids), f"{where}: the environment's first observation gives no tokens")
+        check(
+            len(changed.token_ids) <= limit,
+            f"{where}: its prompt with the environment's observation has {len(changed.token_ids)} tokens: raise "
+            f"prompts.max_prompt_tokens = {limit}",
+        )
+        return changed
+
+    def _is_chat(self, prompt: Prompt) -> bool:
+        return prompt.messages is not None or prompt.user_text is not None
+
+    def glue(
+        self, prompt: Prompt, observation: str | list[Message], *, stop_token: int | None, has_tools: bool
+    ) -> Glue:
+        """Return what follows a sampled turn up to the start of the next one.
+
+        Args:
+            prompt: of the conversation.
+            observation: of the environment.
+            stop_token: the last token of the turn, if it is a stop token; None for a turn that was cut, whose end
+                the template writes instead of the model.
+            has_tools: whether the conversation has tools.
+        Raises:
+            ConfigError: the chat template refuses the observation.
+        """
+        if not self._is_chat(prompt):
+            check(
+                isinstance(observation, str),
+                f"row {prompt.prompt_id}: the environment gives messages, but the prompts are text: set prompts.chat = "
+                "true",
+            )
+            assert isinstance(observation, str)
+            return Glue(token_ids=self._plain(observation), text=observation, prefill="")
+        messages = as_messages(observation)
+        if has_tools:
+            messages = self.tool_format.observation(messages)
+        text, prefill = self._after_turn(messages)
+        ids = self._plain(text)
+        if stop_token is not None and ids[:1] == [stop_token]:
+            ids = ids[1:]
+        return Glue(token_ids=ids, text=text, prefill=prefill)
+
+    def _plain(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _after_turn(self, messages: list[Message]) -> tuple[str, str]:
+        """Return the text that the chat template writes after a turn with these messages, and its prefill."""
+        history = [NEXT_TURN, {"role": "assistant", "content": SENTINEL}, *messages]
+        text = self._render(history, True)
+        check(
+            text.count(SENTINEL) == 1,
+            "the chat template does not write a turn of the model as it is, so that the text after it cannot be told: "
+            "give another template with prompts.template_path",
+        )
+        prefill = find_prefill(text, history, self._render)
+        return text.split(SENTINEL)[1], prefill or ""
+
+    def _render(self, messages: Sequence[Message], is_prompt: bool) -> str:
+        source = chat_template_of(self._tokenizer, self._template, "environment")
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages), chat_template=source, tokenize=False, add_generation_prompt=is_prompt
+            )
+        except Exception as error:  # a template is a program of its own, which can raise anything
+            roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+            raise ConfigError(
+                f"environment: the chat template refuses messages with the roles {roles}: {error}; give other "
+                "messages, another template with prompts.template_path, or environment.tool_parser = text"
+            ) from error
+
+    def rewrites_history(self) -> bool:
+        """Return whether the chat template writes earlier turns of the model in another way than the model did."""
+        for turn in (SENTINEL, THOUGHT):
+            before = self._render([NEXT_TURN], True)
+            history = [NEXT_TURN, {"role": "assistant", "content": turn}]
+            written = self._render([*history, NEXT_TURN], True)
+            if not written.startswith(before + turn):
+                return True
+        return False
+
+    def turn_text(self, before: Sequence[int], token_ids: Sequence[int], *, has_stop_token: bool) -> str:
+        """Return the text of sampled tokens, special tokens included, without the stop token that ended the turn.
+
+        Args:
+            before: tokens before the turn.
+            token_ids: tokens of the turn.
+        """
+        ids = list(token_ids[:-1] if has_stop_token else token_ids)
+        return decode_after(self._tokenizer, list(before[-CONTEXT:]), ids)
+
+    def observation_text(self, before: Sequence[int], token_ids: Sequence[int]) -> str:
+        """Return the text of an observation; see turn_text."""
+        return decode_after(self._tokenizer, list(before[-CONTEXT:]), list(token_ids))

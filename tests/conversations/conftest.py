@@ -1,0 +1,74 @@
+"""An engine of transformers with a tiny model, and environments in worker processes."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rl.batch import Prompt
+from hybrid_rl.config import EnvironmentConfig, ModelsConfig, PromptsConfig
+from hybrid_rl.conversations.setup import Environments
+from hybrid_rl.data.template import Template
+from hybrid_rl.data.turns import ToolFormat, TurnEncoder
+from hybrid_rl.engines.huggingface import HuggingFaceEngine
+from hybrid_rl.environments.pool import EnvironmentPool
+from hybrid_rl.models.loading import load_actor
+from hybrid_rl.models.tokenizer import load_tokenizer
+from tests.conftest import sync_weights
+
+CPU = torch.device("cpu")
+
+
+def no_tools() -> ToolFormat:
+    raise AssertionError("these conversations have no tools")
+
+
+@pytest.fixture(scope="session")
+def hf_engine(tiny: Path) -> HuggingFaceEngine:
+    """An engine that has received the weights of the tiny policy."""
+    engine = HuggingFaceEngine(str(tiny / "policy"), dtype=torch.float32, device=CPU)
+    tensors = {n: p.detach() for n, p in load_actor(str(tiny / "policy"), ModelsConfig(), CPU).model.named_parameters()}
+    sync_weights(engine, tensors)
+    return engine
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny: Path) -> PreTrainedTokenizerBase:
+    return load_tokenizer(str(tiny / "policy"))
+
+
+@pytest.fixture
+def text_prompts(tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Three text prompts of different lengths, with answers."""
+    texts = ["3+4=", "1+1=", "12+3="]
+    return [
+        Prompt(prompt_id=i, text=text, token_ids=tokenizer(text)["input_ids"], answer=str(i))
+        for i, text in enumerate(texts)
+    ]
+
+
+@pytest.fixture
+def start(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[Callable[..., Environments]]:
+    """Return a function that starts environments of a class `E` with this source."""
+    with ExitStack() as opened:
+
+        def make(source: str, *, arguments: dict[str, Any] | None = None, **settings: Any) -> Environments:
+            path = tmp_path / "environment_file.py"
+            path.write_text(source)
+            config = EnvironmentConfig(**{"name": f"{path}:E", "timeout_s": 20.0, "num_workers": 1, **settings})
+            assert config.name
+            pool = EnvironmentPool(
+                config.name,
+                arguments=arguments,
+                timeout_s=config.timeout_s,
+                num_workers=config.num_workers,
+            )
+            opened.enter_context(pool)
+            encoder = TurnEncoder(tokenizer, PromptsConfig(), Template(), make_tool_format=no_tools)
+            return Environments(pool=pool, encoder=encoder, config=config)
+
+        yield make
