@@ -30,6 +30,8 @@ MAX_BODY_BYTES = 1 << 24
 """Largest body of a request."""
 READ_TIMEOUT_S = 30.0
 """Time limit for the body of a request to arrive."""
+IDLE_TIMEOUT_S = 60.0
+"""Time after which a connection without a request is closed."""
 _warned = set[str]()  # ignored settings that this process has warned of
 _endpoints: dict[asyncio.AbstractEventLoop, "Endpoint"] = {}
 
@@ -151,7 +153,13 @@ class Endpoint:
         application.router.add_post("/v1/chat/completions", self._complete)
         application.router.add_get("/v1/models", self._list_models)
         # A handler is cancelled where its client has gone, so that a client may repeat a request.
-        self._runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            application,
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=IDLE_TIMEOUT_S,
+            shutdown_timeout=1.0,
+        )
         self._start: asyncio.Task[None] | None = None
         self._base_url = ""
 

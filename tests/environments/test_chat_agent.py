@@ -18,8 +18,9 @@ from hybrid_rl.environments.protocol import ConversationError, Message, Reset, S
 FILE = """
 import asyncio
 import json
+import os
+import subprocess
 import sys
-import threading
 import time
 
 import openai
@@ -65,6 +66,22 @@ def by_streams(client, model, row):
         answer = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "sure?"}]
     return {"reward": float(answer == row["answer"]), "info": {"text": answer}}
+
+
+def by_program(base_url, api_key, row):
+    own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+    program = [sys.executable, "-c", PROGRAM, row["question"]]
+    done = subprocess.run(program, env={**os.environ, **own}, capture_output=True, text=True, check=True)
+    return float(done.stdout.strip() == row["answer"])
+
+
+PROGRAM = """
+import sys
+from openai import OpenAI
+
+messages = [{"role": "user", "content": sys.argv[1]}]
+print(OpenAI().chat.completions.create(model="gpt", messages=messages).choices[0].message.content)
+"""
 
 
 def with_tools(client, model, row):
@@ -197,6 +214,12 @@ def test_an_agent_is_a_conversation_whose_return_value_is_the_reward(file, agent
     assert opening == {"messages": [{"role": "user", "content": "1+1"}], "tools": None}
     assert first == Step(observation=SURE)
     assert last == Step(observation="", reward=1.0, done=True, info={"text": " 2"})
+
+
+def test_an_agent_may_start_a_program_that_reads_the_variables_of_the_client(file):
+    opening, last = play(f"{file}:by_program", ["2"])
+    assert opening["messages"] == [{"role": "user", "content": "1+1"}]
+    assert last == Step(observation="", reward=1.0, done=True)
 
 
 def test_an_agent_calls_its_own_tools(file):

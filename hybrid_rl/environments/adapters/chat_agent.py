@@ -36,7 +36,7 @@ GIVEN = ("base_url", "api_key", "model", "row", "client")
 class Agent:
     """A function of the user that is ready in this process."""
 
-    function: Callable[..., object]
+    function: Callable[..., Any]
     path: Path
     """Its file."""
     given: frozenset[str]
@@ -165,8 +165,7 @@ class AgentThread:
 
     def _client_arguments(self) -> dict[str, Any]:
         """Return what a client needs; the limits of the conversation bound the time of a request."""
-        base_url, api_key = self._conversation.base_url, self._conversation.api_key
-        return {"base_url": base_url, "api_key": api_key, "timeout": None, "max_retries": 0}
+        return {"base_url": self._conversation.base_url, "api_key": self._conversation.api_key, "timeout": None}
 
 
 _LOOPBACK: dict[str, Any] = {"trust_env": False, "verify": False}
@@ -222,7 +221,7 @@ def read_result(value: object) -> tuple[float, dict[str, Any]]:
     Raises:
         ConversationError: it is something else.
     """
-    fields = value if isinstance(value, Mapping) else {"reward": value}
+    fields: Mapping[str, Any] = value if isinstance(value, Mapping) else {"reward": value}
     reward, info = fields.get("reward"), fields.get("info")
     is_known = set(fields) <= {"reward", "info"} and isinstance(info or {}, Mapping)
     try:
