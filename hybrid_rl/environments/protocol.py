@@ -19,7 +19,7 @@ message of the assistant, `{"role": "assistant", "content": text, "tool_calls": 
 import json
 import math
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 Message = dict[str, Any]
@@ -67,6 +67,8 @@ class Reset:
     """What the model reads first; None is the prompt of the row."""
     tools: list[dict[str, Any]] | None = None
     """OpenAI's function schemas of the tools that the model may call; None is a conversation without tools."""
+    is_verbatim: bool = False
+    """Whether the observation is the whole text that the model reads, which no chat template changes."""
 
 
 Opening = Observation | Mapping[str, Any] | Reset | None
@@ -85,6 +87,8 @@ class Step:
     """Whether the conversation is over."""
     info: dict[str, Any] = field(default_factory=dict)
     """Further values, as JSON."""
+    is_verbatim: bool = False
+    """Whether the observation is all the text between two turns, with the marks of the chat template in it."""
 
 
 def check_observation(value: object) -> Observation:
@@ -112,7 +116,9 @@ def check_reset(value: object) -> Reset:
         ValueError: it is neither an observation, nor None, nor a mapping with messages and tools.
     """
     if isinstance(value, Reset):
-        value = {"messages": value.observation, "tools": value.tools}
+        found = check_reset({"messages": value.observation, "tools": value.tools})
+        _check_verbatim(value.is_verbatim, value.observation)
+        return replace(found, is_verbatim=value.is_verbatim)
     if not isinstance(value, Mapping):
         return Reset(observation=None if value is None else check_observation(value))
     unknown = [key for key in value if key not in ("messages", "tools")]
@@ -159,7 +165,13 @@ def check_step(value: object) -> Step:
     _check_json("info", dict(value.info))
     done = bool(value.done)
     observation = "" if done and value.observation is None else check_observation(value.observation)
-    return Step(observation=observation, reward=reward, done=done, info=dict(value.info))
+    _check_verbatim(value.is_verbatim, observation)
+    return replace(value, observation=observation, reward=reward, done=done, info=dict(value.info))
+
+
+def _check_verbatim(is_verbatim: bool, observation: Observation | None) -> None:
+    if is_verbatim and not isinstance(observation, str):
+        raise ValueError(f"a verbatim observation is of type {type(observation).__name__}: must be text")
 
 
 def _check_json(name: str, value: object) -> None:

@@ -43,6 +43,7 @@ TOOL = {"type": "function", "function": {"name": "add"}}
         ({"tools": [TOOL]}, Reset(tools=[TOOL])),
         ({"messages": TOLD, "tools": []}, Reset(observation=TOLD)),
         (Reset(observation="text", tools=[TOOL]), Reset(observation="text", tools=[TOOL])),
+        (Reset(observation="text", is_verbatim=True), Reset(observation="text", is_verbatim=True)),
     ],
 )
 def test_a_reset_is_an_observation_or_messages_with_tools(value, reset):
@@ -55,6 +56,7 @@ def test_a_reset_is_an_observation_or_messages_with_tools(value, reset):
         (3, "the observation is of type int"),
         ({}, r"an object with the keys \[\]: must have messages and tools alone"),
         ({"messages": "", "tool": []}, r"the keys \['messages', 'tool'\]"),
+        (Reset(is_verbatim=True), "a verbatim observation is of type NoneType"),
         ({"tools": TOOL}, "tools are of type dict"),
         ({"tools": [TOOL, {"name": "add"}]}, "tool 1 must be"),
         ({"tools": [TOOL | {"strict": {1}}]}, "tools is no JSON"),
@@ -69,6 +71,8 @@ def test_a_step_is_a_tuple_or_a_step():
     step = Step(observation=TOLD, reward=0.5, done=True, info={"a": 1})
     assert check_step((TOLD, 0.5, 1, {"a": 1})) == step == check_step(step)
     assert check_step(("", 1, False, None)) == Step(observation="", reward=1.0)
+    verbatim = Step(observation="<user>", is_verbatim=True)
+    assert check_step(verbatim) == verbatim
     assert check_step((None, 1.0, True, {})) == Step(observation="", reward=1.0, done=True)
 
 
@@ -82,6 +86,7 @@ def test_a_step_is_a_tuple_or_a_step():
         ((None, 0.0, False, {}), "the observation is of type NoneType"),
         (("", 0.0, False, [1]), "info is of type list"),
         (("", 0.0, False, {"a": math.nan}), "info is no JSON"),
+        (Step(observation=TOLD, is_verbatim=True), "a verbatim observation is of type list"),
     ],
 )
 def test_another_step_is_named(value: Any, message: str):
