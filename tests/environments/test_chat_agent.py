@@ -75,13 +75,10 @@ def by_program(base_url, api_key, row):
     return float(done.stdout.strip() == row["answer"])
 
 
-PROGRAM = """
-import sys
-from openai import OpenAI
-
-messages = [{"role": "user", "content": sys.argv[1]}]
-print(OpenAI().chat.completions.create(model="gpt", messages=messages).choices[0].message.content)
-"""
+PROGRAM = (
+    "import sys; from openai import OpenAI; messages = [dict(role='user', content=sys.argv[1])]; "
+    "print(OpenAI().chat.completions.create(model='gpt', messages=messages).choices[0].message.content)"
+)
 
 
 def with_tools(client, model, row):
