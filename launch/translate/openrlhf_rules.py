@@ -52,9 +52,19 @@ def _min_lr_ratio(c: Command, role: str) -> float:
     return c[f"{role}.min_lr_ratio"] if c[f"{role}.lr_scheduler"].endswith("with_min_lr") else 0.0
 
 
+def has_agent(c: Command) -> bool:
+    """Return whether an agent file answers the turns; it gives the rewards, too, and OpenRLHF asks nothing else."""
+    return c["train.agent_func_path"] is not None
+
+
 def is_function(c: Command) -> bool:
     """Return whether a Python file computes the reward."""
-    return (c["reward.remote_url"] or "").endswith(".py")
+    return not has_agent(c) and (c["reward.remote_url"] or "").endswith(".py")
+
+
+def is_remote(c: Command) -> bool:
+    """Return whether no reward model of the run computes the reward."""
+    return has_agent(c) or bool(c["reward.remote_url"])
 
 
 def is_colocated(c: Command) -> bool:
@@ -77,7 +87,7 @@ def num_gpus(c: Command) -> tuple[int, int] | None:
     if not is_colocated(c) or c["train.async_enable"]:
         total += (c["vllm.num_engines"] or 0) * c["vllm.tensor_parallel_size"]
     if not is_colocated(c):
-        has_critic, has_reward = estimator(c) == "gae", not c["reward.remote_url"]
+        has_critic, has_reward = estimator(c) == "gae", not is_remote(c)
         total += of_role["ref"] if has_kl(c) and not c["train.colocate_actor_ref"] else 0
         total += of_role["critic"] if has_critic else 0
         total += of_role["reward"] if has_reward and not (has_critic and c["train.colocate_critic_reward"]) else 0
@@ -193,9 +203,7 @@ RULES: Mapping[str, Callable[[Command], Any]] = {
     "run.eval_samples": lambda c: _eval(c, c["eval.n_samples_per_prompt"]),
     "run.eval_temperature": lambda c: _eval(c, c["eval.temperature"]),
     "run.eval_function": lambda c: _eval(c, _reward_function(c) if is_function(c) else KEEP_DEFAULT),
-    "models.reward": lambda c: (
-        None if c["reward.remote_url"] else (c["reward.model_name_or_path"] or "").split(",")[0] or None
-    ),
+    "models.reward": lambda c: None if is_remote(c) else (c["reward.model_name_or_path"] or "").split(",")[0] or None,
     "models.critic": lambda c: c["critic.model_name_or_path"] if estimator(c) == "gae" else None,
     "models.ema_decay": _ema_decay,
     "models.lora.alpha": lambda c: _lora(c, c["ds.lora.alpha"]),
@@ -216,12 +224,15 @@ RULES: Mapping[str, Callable[[Command], Any]] = {
     ),
     "rollout.kv_cache_memory_bytes": lambda c: None,
     "rollout.gpu_memory_utilization": lambda c: c["vllm.gpu_memory_utilization"] if is_colocated(c) else KEEP_DEFAULT,
+    "environment.name": lambda c: "openrlhf" if has_agent(c) else KEEP_DEFAULT,
+    "environment.arguments": lambda c: {"path": c["train.agent_func_path"]} if has_agent(c) else KEEP_DEFAULT,
+    "environment.max_turns": lambda c: _response_tokens(c) if has_agent(c) else KEEP_DEFAULT,  # no limit of turns
     "reward.functions": lambda c: [_reward_function(c)] if is_function(c) else [],
     "reward.remote_urls": lambda c: (
-        c["reward.remote_url"].split(",") if c["reward.remote_url"] and not is_function(c) else []
+        c["reward.remote_url"].split(",") if is_remote(c) and not has_agent(c) and not is_function(c) else []
     ),
     "reward.clip": lambda c: max(map(abs, c["reward.clip_range"])),
-    "reward.normalize": lambda c: c["reward.normalize_enable"] and not c["reward.remote_url"],
+    "reward.normalize": lambda c: c["reward.normalize_enable"] and not is_remote(c),
     "reward.overlong_buffer": lambda c: int(c["reward.overlong_buffer_len"] or 0),
     "advantage.kl_estimator": lambda c: "k3" if c["use_kl_estimator_k3"] else c["algo.kl.estimator"],
     "advantage.kl_unbiased": lambda c: c["algo.kl.unbiased_gradient"] and c["algo.kl.use_loss"],

@@ -1,6 +1,6 @@
 """OpenRLHF's arguments of placement, models, data, sampling and output."""
 
-from .openrlhf_rules import estimator, is_colocated, is_function
+from .openrlhf_rules import estimator, has_agent, is_colocated, is_function, is_remote
 from .program import fixed, lost, maps, missing, moot, refused
 from .reading import count, finite
 from .trackers import BY_VARIABLE, NO_KEY, is_given
@@ -8,7 +8,6 @@ from .trackers import BY_VARIABLE, NO_KEY, is_given
 ONE_POOL = "every GPU holds a shard of every model, one process per visible GPU; CUDA_VISIBLE_DEVICES selects them"
 ALL_ENGINES = "every GPU has an engine, or a shard of one over rollout.tensor_parallel_size GPUs"
 TOKENS = "forwards are packed by update.micro_batch_tokens, and the result does not depend on it"
-NO_AGENTS = "agent scripts are missing here; an episode is one prompt and one response, scored by --reward.remote_url"
 FLASH_ATTENTION_2 = ("flash_attention_2", "kernels-community/flash-attn2")
 FLASH_ATTENTION_3 = (
     "flash_attention_3",
@@ -84,7 +83,7 @@ MODELS = (
         "models.reward",
         note="OpenRLHF takes any backbone and adds a head; here it is a sequence classifier with one label, the first "
         "of a list separated by commas",
-        when=lambda c: c["reward.model_name_or_path"] is not None and not c["reward.remote_url"],
+        when=lambda c: c["reward.model_name_or_path"] is not None and not is_remote(c),
     ),
     maps(
         "reward.remote_url remote_rm_url",
@@ -102,7 +101,7 @@ MODELS = (
     fixed(
         "value head",
         "OpenRLHF starts at random, N(0, 1/(hidden+1)^2), if the critic comes from the actor; here it starts at 0",
-        when=lambda c: estimator(c) == "gae" and not c["critic.model_name_or_path"] and bool(c["reward.remote_url"]),
+        when=lambda c: estimator(c) == "gae" and not c["critic.model_name_or_path"] and is_remote(c),
     ),
     maps(
         "ds.value_head_prefix value_head_prefix",
@@ -150,7 +149,17 @@ MODELS = (
     maps("train.ema_beta ema_beta", finite, 0.992, "models.ema_decay"),
     lost("ds.experts_implementation", str, None, "no mixture of experts"),
     lost("actor.aux_loss_coef aux_loss_coef", finite, 0, "no mixture of experts, so no balancing loss"),
-    refused("train.agent_func_path agent_func_path", str, None, NO_AGENTS),
+    maps(
+        "train.agent_func_path agent_func_path",
+        str,
+        None,
+        "environment.name",
+        "environment.arguments",
+        "environment.max_turns",
+        note="the file runs as it is, if its AgentExecutor is made from a class with reset and step; the text of a "
+        "turn has no end-of-turn mark, and images or sampling_params from a step end the run",
+        when=has_agent,
+    ),
     refused("data.max_images_per_prompt max_images_per_prompt", int, 0, NO_IMAGES),
     moot("data.image_key image_key", str, NO_IMAGES),
     moot("actor.freeze_visual_encoder freeze_visual_encoder", bool, NO_IMAGES),

@@ -18,6 +18,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from hybrid_rl.config import Config, ConfigError
@@ -149,17 +150,20 @@ def test_an_asynchronous_script_says_that_it_runs_colocated(stand_ins: Path, tmp
     assert "--train.async_enable: the run is colocated" in lost
 
 
-@pytest.mark.parametrize(
-    "text, sentence",
-    [
-        (OPENRLHF_AGENT, "--train.agent_func_path examples/python/agent_func.py: agent scripts are missing here"),
-        (OPENRLHF_IMAGES, "--data.max_images_per_prompt 1: models read text only"),
-    ],
-)
-def test_a_script_of_agents_or_images_ends_with_one_sentence(text: str, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(sentence)) as error:
-        translate(SYSTEMS["--from-openrlhf"], [text])
+def test_a_script_of_images_ends_with_one_sentence() -> None:
+    with pytest.raises(ConfigError, match=re.escape("--data.max_images_per_prompt 1: models read text only")) as error:
+        translate(SYSTEMS["--from-openrlhf"], [OPENRLHF_IMAGES])
     assert len(error.value.messages) == 1
+
+
+def test_a_script_of_an_agent_runs_its_file_as_the_environment() -> None:
+    found = yaml.safe_load(translate(SYSTEMS["--from-openrlhf"], [OPENRLHF_AGENT]).text)
+    assert found["environment"] == {
+        "name": "openrlhf",
+        "arguments": {"path": "examples/python/agent_func.py"},
+        "max_turns": 37120,  # half of --data.max_len, as tokens of a response: a turn has at least one
+    }
+    assert "reward" not in found["models"] and not {"functions", "remote_urls"} & found["reward"].keys()
 
 
 SIZES = (
