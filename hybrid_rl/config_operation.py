@@ -61,9 +61,10 @@ class RunConfig:
     """Project in Weights & Biases and Trackio, experiment in MLflow; null takes WANDB_PROJECT or
     MLFLOW_EXPERIMENT_NAME, else hybrid_rl."""
     tracked_samples: int = 8
-    """Responses in a tracker's table of samples, spread evenly over a step; 0 writes no tables."""
+    """Responses in a tracker's table of samples, spread evenly over a step; 0 writes no tables, and shows no
+    conversation on the display."""
     tracked_samples_every_steps: int = 10
-    """Steps between tables of samples, the first after step 1."""
+    """Steps between tables of samples, and between conversations on the display; the first after step 1."""
     profile_steps: tuple[int, int] | None = None
     """First and last step that Nsight Systems records, see profiling/nsys.sh; null records none."""
     stop_at_accuracy: float | None = None

@@ -43,6 +43,13 @@ COMMANDS: Mapping[str, Command] = {
         title="Show prompts, their lengths, and what the reward functions make of right and of empty answers.",
         examples={"--config my.yaml": "the data of a run"},
     ),
+    "rollouts": Command(
+        title="Show responses of a run, conversations as turns with roles, token counts and rewards.",
+        examples={
+            "runs/my-run": "the first responses of the last step",
+            "runs/my-run --step 20 --order lowest": "those with the lowest rewards",
+        },
+    ),
     "ray": Command(
         title="Train on a Ray cluster: one worker per GPU, on one node or many.",
         examples={

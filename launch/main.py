@@ -13,6 +13,7 @@ from hybrid_rl.settings.types import shorten
 from .colocated import TRANSLATED, check_only, data, execute, plan, print_translation, run
 from .commands import COMMANDS, description
 from .configurations import configurations, title
+from .rollouts import rollouts
 from .settings import exit_on_config_error
 
 PROGRAM = "hybrid-rl"
@@ -68,6 +69,7 @@ COMMANDS_HERE: Mapping[str, Callable[[list[str], str], bool]] = {
     "check": check_only,
     "plan": plan,
     "data": data,
+    "rollouts": rollouts,
     "translate": translate,
     "configs": configs,
 }

@@ -1,15 +1,17 @@
-"""Display of a run: a progress bar in a terminal, a line per step in a log."""
+"""Display of a run: a progress bar in a terminal, a line per step in a log, and conversations from time to time."""
 
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import rich.progress
 from rich import box
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
+
+from hybrid_rl.monitoring.transcript import transcript
 
 _SHOWN = (
     ("reward", "reward", ".3f"),
@@ -19,6 +21,8 @@ _SHOWN = (
 )
 """Metric, label and format of the values on display; a metric that a step lacks, such as accuracy, keeps its value."""
 MAX_TABLE_WIDTH = 1000
+MAX_TURN_CHARACTERS = 600
+"""Characters that the display shows of the prompt and of each turn of a conversation."""
 
 
 class Progress:
@@ -70,6 +74,11 @@ class Progress:
         else:
             text = f"step {step}/{self._num_steps}  {values}  {_clock(elapsed)} elapsed  {_clock(left)} left"
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def show_conversation(self, step: int, row: Mapping[str, Any]) -> None:
+        """Print a conversation of a step, a row of its file of rollouts, with long texts cut."""
+        text = f"\nstep {step}, {transcript(row, max_characters=MAX_TURN_CHARACTERS)}\n"
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def summary(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
         """Print a table of two evaluations with a row per metric that both have; nothing if there is none."""

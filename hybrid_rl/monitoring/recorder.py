@@ -26,7 +26,7 @@ from hybrid_rl.monitoring.metrics import MetricsWriter, delete_rollouts, write_r
 from hybrid_rl.monitoring.progress import Progress
 from hybrid_rl.monitoring.status import Status, rank_name
 from hybrid_rl.monitoring.timeline import CudaProfiler, Timeline
-from hybrid_rl.monitoring.trackers.content import summary_values
+from hybrid_rl.monitoring.trackers.content import samples_are_due, summary_values
 from hybrid_rl.monitoring.trackers.start import Trackers
 from hybrid_rl.printable import printable
 from hybrid_rl.settings.yaml_format import dump
@@ -166,7 +166,7 @@ class Recorder:
         total = sum(self._data_parallel.all_gather(num_tokens))
         row |= {"tokens_per_s": total / seconds, "time/step": seconds}
         row |= {f"time/{name}": value for name, value in self.timeline.take_seconds().items()}
-        self._write_rollouts(step, rollouts, batch, details or [{}] * len(rollouts))
+        written = self._write_rollouts(step, rollouts, batch, details or [{}] * len(rollouts))
         histograms = self._histograms(batch)
         row |= flatten(histograms)
         if self._writer and self._trackers and self._progress:
@@ -174,12 +174,21 @@ class Recorder:
             self._writer.write(step, row)
             self._trackers.write(step, row, histograms)
             self._progress.show_step(step, row)
+            self._show_conversation(step, written)
         if self._status:
             self._status.show_step(step, row)
         if step % TIMELINE_EVERY_STEPS == 0:
             self._write_timeline()
         self._started = time.monotonic()
         return row
+
+    def _show_conversation(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show the first conversation of a step on the display, in the steps whose samples trackers get."""
+        run = self._config.run
+        conversation = next((row for row in rows if "turns" in row), None)
+        is_due = samples_are_due(step, run.tracked_samples, run.tracked_samples_every_steps)
+        if self._progress and conversation and is_due:
+            self._progress.show_conversation(step, conversation)
 
     def _histograms(self, batch: TrainBatch) -> dict[str, Histogram]:
         """Return the histograms of the responses of all ranks; a collective."""
@@ -195,7 +204,8 @@ class Recorder:
 
     def _write_rollouts(
         self, step: int, rollouts: Sequence[Rollout], batch: TrainBatch, details: Sequence[Mapping[str, Any]]
-    ) -> None:
+    ) -> list[dict[str, Any]]:
+        """Write the responses of all ranks into the file of a step, and return its rows; a collective."""
         assert batch.rewards is not None
         rows = [
             {
@@ -211,11 +221,12 @@ class Recorder:
             }
             for rollout, reward, more in zip(rollouts, batch.rewards.tolist(), details, strict=True)
         ]
-        everyone = self._data_parallel.all_gather(rows)
+        everyone = [row for part in self._data_parallel.all_gather(rows) for row in part]
         if self._world.is_main:
-            write_rollouts(self._config.run_dir, step, [row for part in everyone for row in part])
+            write_rollouts(self._config.run_dir, step, everyone)
             if self._config.run.keep_rollouts is not None:
                 delete_rollouts(self._config.run_dir, last_step=step - self._config.run.keep_rollouts)
+        return everyone
 
     def _write_timeline(self) -> None:
         self.timeline.write(self._config.run_dir / rank_name("timeline.json", self._world.rank))
@@ -257,8 +268,8 @@ class Recorder:
         close_each(*parts, error=error)
 
 
-def _turns(rollout: Rollout) -> dict[str, list[dict[str, Any]]]:
-    """Return the column `turns` of a conversation; no column for a response that is one turn."""
+def _turns(rollout: Rollout) -> dict[str, Any]:
+    """Return the columns `turns` and `counts` of a conversation; none for a response that is one turn."""
     if not rollout.turns:
         return {}
     return {
@@ -266,7 +277,8 @@ def _turns(rollout: Rollout) -> dict[str, list[dict[str, Any]]]:
             {"role": turn.role, "text": turn.text, "num_tokens": turn.num_tokens}
             | ({"reward": turn.reward} if turn.is_sampled else {})
             for turn in rollout.turns
-        ]
+        ],
+        "counts": rollout.counts,
     }
 
 

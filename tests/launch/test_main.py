@@ -66,7 +66,7 @@ def test_the_help_of_a_command_begins_with_its_sentence_and_its_calls(name, monk
 @pytest.mark.parametrize(
     "words, sentence",
     [
-        ([], "error: the first word must be one of run, check, plan, data, ray, translate, configs\n"),
+        ([], "error: the first word must be one of run, check, plan, data, rollouts, ray, translate, configs\n"),
         (["zzz"], "error: hybrid-rl zzz: there is no such command\n"),
         (["rum", "--config", "x"], "error: hybrid-rl rum: there is no such command; did you mean run?\n"),
         (["configs", "grpoo"], "error: hybrid-rl configs grpoo: there is no such configuration; did you mean grpo?\n"),

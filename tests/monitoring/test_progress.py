@@ -43,6 +43,18 @@ def test_a_terminal_shows_phase_count_and_values(screen):
     assert "1/4" in last and "reward 0.500" in last and "left" in last
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_conversation_is_shown_as_it_is_however_narrow_the_console(screen, is_terminal):
+    turns = [{"role": "assistant", "text": "[bold]7[/bold] " + "x" * 5000 + " end", "num_tokens": 2, "reward": 0.5}]
+    row = {"prompt_id": 3, "prompt": "Guess.", "answer": None, "reward": 1.0, "num_tokens": 2, "is_truncated": False}
+    with Progress(3, console=Console(file=screen, width=20, force_terminal=is_terminal)) as progress:
+        progress.show_conversation(2, {**row, "turns": turns})
+    shown = screen.getvalue()
+    assert "step 2, prompt 3: reward 1, 1 turn of the model, 2 of 2 tokens sampled" in shown
+    assert "[assistant: 2 tokens, reward 0.5]" in shown and "[bold]7[/bold] xxx" in shown and "xxx end" in shown
+    assert len(shown) < 2000
+
+
 def test_a_quiet_console_prints_nothing(screen):
     with Progress(1, console=Console(file=screen, quiet=True)) as progress:
         progress.show_step(1, {"reward": 1.0})

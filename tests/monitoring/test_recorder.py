@@ -132,7 +132,8 @@ def test_rollouts_hold_the_turns_of_conversations(config: Config) -> None:
         Turn(role="user", num_tokens=3, text="no"),
         Turn(role="assistant", num_tokens=1, text="7"),
     ]
-    rollouts = [make_rollout(response_ids=[3] * 6, turns=turns), make_rollout(prompt_id=1)]
+    counts = {"environment/turns": 2.0}
+    rollouts = [replace(make_rollout(response_ids=[3] * 6, turns=turns), counts=counts), make_rollout(prompt_id=1)]
     with Recorder(config, ALONE, ALONE) as recorder:
         recorder.open(1, run_id=RUN_ID)
         batch = make_train_batch(rollouts).with_fields(rewards=torch.tensor([1.0, 0.0]))
@@ -140,12 +141,26 @@ def test_rollouts_hold_the_turns_of_conversations(config: Config) -> None:
     assert row["rollout/response_length"] == 2.0 and row["kl"] == 0.5  # over 3 + 1 sampled tokens
     lines = (config.run_dir / "rollouts" / "step_000001.jsonl").read_text().splitlines()
     talked, plain = map(json.loads, lines)
-    assert talked["num_tokens"] == 3 and "turns" not in plain
+    assert talked["num_tokens"] == 3 and talked["counts"] == counts
+    assert "turns" not in plain and "counts" not in plain
     assert talked["turns"] == [
         {"role": "assistant", "text": "a < 5?", "num_tokens": 2, "reward": 0.5},
         {"role": "user", "text": "no", "num_tokens": 3},
         {"role": "assistant", "text": "7", "num_tokens": 1, "reward": 0.0},
     ]
+
+
+@pytest.mark.parametrize("number, shown", [(8, ["step 1, prompt 7:", "step 3, prompt 7:"]), (0, [])])
+def test_the_display_shows_a_conversation_every_few_steps(config: Config, number, shown, capsys) -> None:
+    every = replace(config, run=replace(config.run, tracked_samples=number, tracked_samples_every_steps=2))
+    turns = [Turn(role="assistant", num_tokens=1, text="7", reward=0.5)]
+    rollouts = [make_rollout(), make_rollout(response_ids=[3], turns=turns, prompt_id=7)]
+    batch = make_train_batch(rollouts).with_fields(rewards=torch.tensor([1.0, 0.0]))
+    with Recorder(every, ALONE, ALONE) as recorder:
+        recorder.open(1, run_id=RUN_ID)
+        for step in (1, 2, 3):
+            recorder.step(step, rollouts, batch, {}, {})
+    assert re.findall(r"^step \d, prompt \d:", capsys.readouterr().out, re.MULTILINE) == shown
 
 
 def test_rollouts_of_the_last_steps_stay(config: Config) -> None:

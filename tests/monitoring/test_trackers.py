@@ -150,6 +150,15 @@ def test_samples_are_spread_over_a_step_and_due_every_few_steps(tmp_path):
     assert [due_samples(tmp_path, step, number, 3) for step, number in ((2, 3), (4, 0), (7, 3))] == [None, None, None]
 
 
+def test_samples_have_conversations_as_text(tmp_path):
+    (tmp_path / "rollouts").mkdir()
+    turns = [{"role": "assistant", "text": "5", "num_tokens": 1, "reward": 0.0}]
+    row = {"prompt_id": 1, "turns": turns, "counts": {"environment/turns": 1.0}}
+    (tmp_path / "rollouts" / "step_000001.jsonl").write_text(json.dumps(row) + "\n")
+    table = due_samples(tmp_path, 1, 1, 1)
+    assert table.rows == [[1, "[assistant: 1 token, reward 0]\n5", '{"environment/turns": 1.0}']]
+
+
 def test_tensorboard_has_settings_samples_and_summary(config):
     config = with_trackers(config, "tensorboard")
     write_steps(config, 1, 2)

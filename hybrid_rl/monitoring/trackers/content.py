@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from hybrid_rl.monitoring.transcript import turn_blocks
+
 PROJECT = "hybrid_rl"
 """Project of a run whose settings and environment name none."""
 SAMPLES = "samples"
@@ -71,6 +73,16 @@ class Tracker(Protocol):
         ...
 
 
+def samples_are_due(step: int, number: int, every: int) -> bool:
+    """Return whether a step shows samples: the first step and every so many after it, unless the number is 0.
+
+    Args:
+        number: run.tracked_samples.
+        every: run.tracked_samples_every_steps.
+    """
+    return number > 0 and (step - 1) % every == 0
+
+
 def due_samples(folder: Path, step: int, number: int, every: int) -> Table | None:
     """Return responses of a step, evenly spread over its file; None if no table is due or the file is not there.
 
@@ -79,7 +91,7 @@ def due_samples(folder: Path, step: int, number: int, every: int) -> Table | Non
         number: run.tracked_samples.
         every: run.tracked_samples_every_steps.
     """
-    if not number or (step - 1) % every:
+    if not samples_are_due(step, number, every):
         return None
     try:
         lines = (folder / "rollouts" / f"step_{step:06d}.jsonl").read_text(encoding="utf-8").splitlines()
@@ -88,10 +100,14 @@ def due_samples(folder: Path, step: int, number: int, every: int) -> Table | Non
     number = min(number, len(lines))
     rows = [json.loads(lines[place * len(lines) // number]) for place in range(number)]
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    return Table(columns=columns, rows=[[_cell(row.get(name)) for name in columns] for row in rows]) if rows else None
+    if not rows:
+        return None
+    return Table(columns=columns, rows=[[_cell(name, row.get(name)) for name in columns] for row in rows])
 
 
-def _cell(value: Any) -> Any:
+def _cell(name: str, value: Any) -> Any:
+    if name == "turns" and value:
+        return turn_blocks(value)
     return value if value is None or isinstance(value, str | bool | int | float) else json.dumps(value)
 
 
