@@ -9,6 +9,7 @@ from hybrid_rl.batch import Prompt, Rollout
 from hybrid_rl.build import build
 from hybrid_rl.config import Config
 from hybrid_rl.errors import EngineLostError
+from hybrid_rl.evaluation import evaluate, is_target_reached
 from hybrid_rl.exports import (
     export_actor,
     export_actor_of,
@@ -26,10 +27,8 @@ from hybrid_rl.stages import (
     compute_advantages,
     compute_logprobs,
     end_preempted,
-    evaluate,
     finish_saving,
     generate,
-    is_target_reached,
     is_unsaved,
     make_batch,
     restart_engine,

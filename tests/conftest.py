@@ -40,7 +40,9 @@ settings.register_profile("any_load", deadline=None, suppress_health_check=[Heal
 settings.load_profile("any_load")
 
 
-COPY_ENGINE_FILES = {f"tests/e2e/{name}.py" for name in ("test_alias", "test_recipes_vllm", "test_tensor_parallel")}
+COPY_ENGINE_FILES = {
+    f"tests/e2e/{name}.py" for name in ("test_alias", "test_conversations", "test_recipes_vllm", "test_tensor_parallel")
+}
 """Files that share the fixture copy_engine, an engine that takes half a minute to start."""
 
 

@@ -19,9 +19,6 @@ POLL_S = 0.005
 """Longest wait for environments while the engine decodes."""
 IDLE_POLL_S = 0.1
 """Longest wait for environments while the engine has no request."""
-GATHER_S = 1.0
-"""Longest time for which the first turns wait for each other. Where the environments answer by then, the engine
-computes the first turns together, as it does without environments."""
 
 
 def collect_conversations(
@@ -44,8 +41,8 @@ def collect_conversations(
         config:         how turns are sampled; temperature 0 is greedy decoding, without log-probs.
         stop_token_ids: end a turn, which keeps the token.
         run_seed, step: determine samples and environments; the same for any number of ranks if
-            rollout.seed_per_request. A conversation's later turns may differ in the last bits of their log-probs,
-            because the time at which an environment answers decides which requests the engine computes together.
+            rollout.seed_per_request. Log-probs may differ in their last bits, because the time at which an environment
+            answers decides which requests the engine computes together.
         top_p:          see Sampling.
         environment_step: number that determines the seeds of environments; None is step.
     Raises:
@@ -114,7 +111,7 @@ class _Loop:
         self._requests: dict[int, int] = {}  # number of a request -> conversation
         self._numbers = itertools.count()
         self._ready: list[Request] = []
-        self._gather_until = time.monotonic() + GATHER_S
+        self._gather_until = time.monotonic() + environments.gather_s
 
     @property
     def is_done(self) -> bool:
@@ -127,15 +124,18 @@ class _Loop:
         for answer in self._pool.receive(self._wait_s()):
             self._take(answer)
         if self._ready and not (self._asked and time.monotonic() < self._gather_until):
-            self._gather_until = 0.0
-            self._stream.submit(self._ready)
-            self._ready = []
+            self._submit()
         for number, generation in self._stream.receive():
             key = self._requests.pop(number, None)
             if key is not None:  # otherwise the conversation has lost its environment meanwhile
                 turn = self._conversations[key].add_turn(generation)
                 self._asked[key] = time.monotonic()
                 self._pool.step(key, turn)
+
+    def _submit(self) -> None:
+        self._gather_until = 0.0
+        self._stream.submit(self._ready)
+        self._ready = []
 
     def end(self) -> None:
         """End the conversations that are not over, after an error."""

@@ -1,5 +1,6 @@
 """Makes what conversations need besides the engine: processes of environments, and the encoder of turns."""
 
+import math
 from dataclasses import dataclass
 
 from hybrid_rl.config import Config, EnvironmentConfig, check
@@ -9,6 +10,8 @@ from hybrid_rl.data.template import load_template
 from hybrid_rl.data.turns import TurnEncoder
 from hybrid_rl.environments.pool import EnvironmentPool
 
+GATHER_S = 0.02
+"""Seconds for which first turns wait for each other, so that the engine starts with a batch of them."""
 TOOLS = "tools"
 """Built-in environment of environment.tools."""
 
@@ -20,6 +23,9 @@ class Environments:
     pool: EnvironmentPool
     encoder: TurnEncoder
     config: EnvironmentConfig
+    gather_s: float = GATHER_S
+    """Longest time for which first turns wait for each other; with run.deterministic it has no end, so that the engine
+    computes them together as it does without environments."""
 
     def close(self) -> None:
         """End the processes of the environments."""
@@ -65,4 +71,5 @@ def start_environments(config: Config, data: Data) -> Environments | None:
         num_workers=settings.num_workers,
         environment_variables=settings.environment_variables,
     )
-    return Environments(pool=pool, encoder=encoder, config=settings)
+    gather_s = math.inf if config.run.deterministic else GATHER_S
+    return Environments(pool=pool, encoder=encoder, config=settings, gather_s=gather_s)

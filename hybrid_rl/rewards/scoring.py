@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -128,6 +128,19 @@ def _unscored(
         "apply to every response, or count its score as 0 with reward.on_error = zero",
     )
     return frozenset(rollout.sequence_id for rollout in found)
+
+
+def judge(responses: Sequence[Rollout], scorer: ScorerPool | None) -> tuple[Sequence[float], Collection[int]]:
+    """Return the scores of responses, and the rows for which the rule function or the environment has failed.
+
+    Args:
+        scorer: rule function; None takes the sum of the rewards that the environment has given.
+    """
+    if scorer is not None:
+        result = scorer.score(responses)
+        return result.scores, result.failures
+    scores = [math.fsum(turn.reward for turn in response.turns) for response in responses]
+    return scores, {row for row, response in enumerate(responses) if response.counts.get("environment/failed")}
 
 
 @contextmanager

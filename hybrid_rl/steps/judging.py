@@ -4,7 +4,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from hybrid_rl.batch import Rollout
-from hybrid_rl.rewards import ScorerPool
 
 Sums = dict[str, float]
 """Name of a metric -> its sum over prompts."""
@@ -59,19 +58,6 @@ def evaluation_sums(
     for k in [num_samples] if pass_at is None else pass_at:
         sums[f"pass@{k}"] = sum(pass_at_k(num_samples, count, k) for count in counts)
     return sums
-
-
-def judge(responses: Sequence[Rollout], scorer: ScorerPool | None) -> tuple[Sequence[float], Collection[int]]:
-    """Return the scores of responses, and the rows for which the rule function or the environment has failed.
-
-    Args:
-        scorer: rule function; None takes the sum of the rewards that the environment has given.
-    """
-    if scorer is not None:
-        result = scorer.score(responses)
-        return result.scores, result.failures
-    scores = [math.fsum(turn.reward for turn in response.turns) for response in responses]
-    return scores, {row for row, response in enumerate(responses) if response.counts.get("environment/failed")}
 
 
 def sums_of_sets(

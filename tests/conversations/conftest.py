@@ -1,5 +1,6 @@
 """An engine of transformers with a tiny model, and environments in worker processes."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -56,7 +57,9 @@ def start(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[Callab
     """Return a function that starts environments of a class `E` with this source."""
     with ExitStack() as opened:
 
-        def make(source: str, *, arguments: dict[str, Any] | None = None, **settings: Any) -> Environments:
+        def make(
+            source: str, *, arguments: dict[str, Any] | None = None, gather_s: float = math.inf, **settings: Any
+        ) -> Environments:
             path = tmp_path / "environment_file.py"
             path.write_text(source)
             config = EnvironmentConfig(**{"name": f"{path}:E", "timeout_s": 20.0, "num_workers": 1, **settings})
@@ -69,6 +72,6 @@ def start(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[Callab
             )
             opened.enter_context(pool)
             encoder = TurnEncoder(tokenizer, PromptsConfig(), Template(), make_tool_format=no_tools)
-            return Environments(pool=pool, encoder=encoder, config=config)
+            return Environments(pool=pool, encoder=encoder, config=config, gather_s=gather_s)
 
         yield make

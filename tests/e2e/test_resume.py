@@ -10,7 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from hybrid_rl import stages
+from hybrid_rl import evaluation
 from hybrid_rl.config import ConfigError, as_dict
 from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.engines.vllm.engine import VllmEngine
@@ -98,7 +98,7 @@ def test_two_steps_and_two_more_are_four(four_steps, make_config, train_here, tm
 
 
 def test_a_run_that_ends_early_goes_on_from_its_last_step(four_steps, make_config, train_here, tmp_path, monkeypatch):
-    measure_accuracy, evaluations = stages.measure_accuracy, []
+    measure_accuracy, evaluations = evaluation.measure_accuracy, []
 
     def third_is_right(*arguments):
         evaluations.append(measure_accuracy(*arguments))
@@ -106,7 +106,7 @@ def test_a_run_that_ends_early_goes_on_from_its_last_step(four_steps, make_confi
 
     settings = {"num_steps": 4, "stop_at_accuracy": 1.0}
     with monkeypatch.context() as patch:
-        patch.setattr(stages, "measure_accuracy", third_is_right)
+        patch.setattr(evaluation, "measure_accuracy", third_is_right)
         stopped = train_here(make_config(tmp_path, run=settings, checkpoint={"every_steps": 10}))
     assert (len(stopped.metrics), stopped.state["step"]) == (2, 2)
     assert_same(train_here(make_config(tmp_path, run=settings | {"resume": "must"})), four_steps)

@@ -9,8 +9,8 @@ from hybrid_rl.validate import validate
 from tests.conftest import VALID_CONFIG, change
 
 NAMES_WITH_PATH = ("actor", "critic", "reference", "reward", "dir", "path", "functions", "eval_function")
-WITH_FUNCTIONS = {"reward.by_source", "reward.gates"}
-"""Settings besides that hold names of rule functions."""
+WITH_FUNCTIONS = {"reward.by_source", "reward.gates", "environment.name", "environment.tools"}
+"""Settings besides that hold names of functions or classes."""
 
 
 def holding(name, path):
