@@ -32,7 +32,7 @@ def turn_blocks(turns: Sequence[Mapping[str, Any]], max_characters: int | None =
 
 
 def _title(turn: Mapping[str, Any]) -> str:
-    reward = f", reward {turn['reward']:g}" if "reward" in turn else ""
+    reward = f", reward {turn['reward']:.4g}" if "reward" in turn else ""
     return f"{turn['role']}: {_tokens(turn['num_tokens'])}{reward}"
 
 
@@ -44,7 +44,7 @@ def _block(title: str, text: str, max_characters: int | None) -> str:
 
 
 def _heading(row: Mapping[str, Any]) -> str:
-    parts = [f"prompt {row['prompt_id']}: reward {row['reward']:g}"]
+    parts = [f"prompt {row['prompt_id']}: reward {row['reward']:.4g}"]
     if turns := row.get("turns"):
         number = sum("reward" in turn for turn in turns)
         parts.append(f"{number} {'turn' if number == 1 else 'turns'} of the model")
