@@ -75,11 +75,11 @@ def collect_conversations(
         max_turn_tokens=environments.config.max_turn_tokens or config.max_response_tokens,
         max_tokens=config.max_response_tokens,
     )
-    run = partial(_run, environments=environments, limits=limits, stop_token_ids=frozenset(stop_token_ids))
+    run = partial(run_conversations, environments=environments, limits=limits, stop_token_ids=frozenset(stop_token_ids))
     return engine.converse(starts, sampling, run)
 
 
-def _run(
+def run_conversations(
     stream: RequestStream,
     starts: Sequence[ConversationStart],
     *,
@@ -87,7 +87,15 @@ def _run(
     limits: Limits,
     stop_token_ids: frozenset[int],
 ) -> list[Rollout]:
-    """Generate conversations through a stream; see RunConversations."""
+    """Generate conversations through a stream, and return them in order; see RunConversations.
+
+    Args:
+        environments:   answer the turns.
+        limits:         of each conversation.
+        stop_token_ids: end a turn, which keeps the token.
+    Raises:
+        ConfigError: an environment has failed, and environment.on_error is raise.
+    """
     conversations = [Conversation(start, limits, environments.encoder, stop_token_ids) for start in starts]
     loop = _Loop(conversations, stream, environments)
     try:

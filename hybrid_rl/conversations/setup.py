@@ -7,7 +7,9 @@ from hybrid_rl.config import Config, EnvironmentConfig, check
 from hybrid_rl.data.chat import chat_template_of
 from hybrid_rl.data.loading import Data
 from hybrid_rl.data.template import load_template
+from hybrid_rl.data.tool_calls import ToolFormat, make_tool_format
 from hybrid_rl.data.turns import TurnEncoder
+from hybrid_rl.engines.vllm.tool_parsers import load_tool_parser
 from hybrid_rl.environments.pool import EnvironmentPool
 
 GATHER_S = 0.02
@@ -42,20 +44,18 @@ def start_environments(config: Config, data: Data) -> Environments | None:
     settings = config.environment
     if not settings.is_used:
         return None
-    from hybrid_rl.data.tool_calls import make_tool_format
-
     template = load_template(config.prompts.template_path, data.tokenizer)
     prompts = [*data.loader.prompts, *data.eval_prompts]
     is_chat = any(prompt.messages is not None or prompt.user_text is not None for prompt in prompts)
     check(is_chat or not settings.tools, "environment.tools: need chat prompts: set prompts.chat = true")
-    encoder = TurnEncoder(
-        data.tokenizer,
-        config.prompts,
-        template,
-        make_tool_format=lambda: make_tool_format(
-            settings.tool_parser, data.tokenizer, chat_template_of(data.tokenizer, template, "environment")
-        ),
-    )
+
+    def tool_format() -> ToolFormat:
+        source = chat_template_of(data.tokenizer, template, "environment")
+        return make_tool_format(settings.tool_parser, data.tokenizer, source, load_parser=load_tool_parser)
+
+    encoder = TurnEncoder(data.tokenizer, config.prompts, template, make_tool_format=tool_format)
+    if settings.tools or settings.tool_parser:  # otherwise the first conversation with tools makes the format
+        _ = encoder.tool_format
     if is_chat and settings.rewritten_history == "raise":
         check(
             not encoder.rewrites_history(),

@@ -79,7 +79,7 @@ def render_chat(
             are two system messages; or the template does not show where a response begins.
     """
     source = chat_template_of(tokenizer, template, where)
-    messages = _with_system_message(messages, config, template, where)
+    messages = with_system_message(messages, config, template, where)
     check(
         messages[-1]["role"] != "assistant",
         f"{where}: its messages end with the role 'assistant': put an assistant's answer into prompts.answer_column",
@@ -161,7 +161,7 @@ def _render_or_empty(render: Render, messages: Sequence[Message]) -> str:
         return ""
 
 
-def _with_system_message(
+def with_system_message(
     messages: list[Message], config: PromptsConfig, template: Template, where: str
 ) -> list[Message]:
     """Return the messages after the system message of the settings, without keys whose value is None.

@@ -8,15 +8,16 @@ environment's observation.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.batch import Prompt
 from hybrid_rl.config import ConfigError, PromptsConfig, check
-from hybrid_rl.data.chat import NEXT_TURN, SENTINEL, chat_template_of, find_prefill, render_chat
+from hybrid_rl.data.chat import NEXT_TURN, SENTINEL, chat_template_of, find_prefill, render_chat, with_system_message
 from hybrid_rl.data.files import Message
 from hybrid_rl.data.template import Template
+from hybrid_rl.data.tool_calls import ToolFormat
 from hybrid_rl.models.tokenizer import decode_after, encode
 
 CONTEXT = 8
@@ -34,33 +35,6 @@ def messages_of(prompt: Prompt) -> list[Message]:
     """Return the messages of the prompt of a row; text is a message of the user."""
     text = prompt.text if prompt.user_text is None else prompt.user_text
     return as_messages(text) if prompt.messages is None else prompt.messages
-
-
-class ParsedTurn(Protocol):
-    """A turn of the model."""
-
-    content: str
-    """Text without the calls."""
-    tool_calls: list[dict[str, Any]]
-    """Calls in OpenAI's form."""
-
-
-class ToolFormat(Protocol):
-    """How a chat template and a model write tools, their calls and their results."""
-
-    def prompt(
-        self, messages: list[Message], tools: list[dict[str, Any]]
-    ) -> tuple[list[Message], list[dict[str, Any]] | None]:
-        """Return the messages of a prompt and the tools for the chat template, None where the messages have them."""
-        ...
-
-    def observation(self, messages: list[Message]) -> list[Message]:
-        """Return the results of tools as messages that the chat template takes."""
-        ...
-
-    def parse(self, text: str, tools: list[dict[str, Any]]) -> ParsedTurn:
-        """Return the content and the tool calls of a turn; a call that cannot be read is one of them."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +101,11 @@ class TurnEncoder:
             changed = replace(prompt, text=observation, token_ids=encode(self._tokenizer, observation), prefill="")
         else:
             messages = messages_of(prompt) if observation is None else as_messages(observation)
+            messages = with_system_message(messages, self._config, self._template, where)
             if tools:
                 messages, tools = self.tool_format.prompt(messages, tools)
-            chat = render_chat(self._tokenizer, messages, self._config, self._template, where, tools=tools)
+            config, template = (replace(each, system_message=None) for each in (self._config, self._template))
+            chat = render_chat(self._tokenizer, messages, config, template, where, tools=tools)
             ids = encode(self._tokenizer, chat.text)
             changed = replace(prompt, text=chat.text, token_ids=ids, prefill=chat.prefill, messages=messages)
         limit = self._config.max_prompt_tokens

@@ -14,7 +14,8 @@ from hybrid_rl.batch import Prompt
 from hybrid_rl.config import EnvironmentConfig, ModelsConfig, PromptsConfig
 from hybrid_rl.conversations.setup import Environments
 from hybrid_rl.data.template import Template
-from hybrid_rl.data.turns import ToolFormat, TurnEncoder
+from hybrid_rl.data.tool_calls import ToolFormat
+from hybrid_rl.data.turns import TurnEncoder
 from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.environments.pool import EnvironmentPool
 from hybrid_rl.models.loading import load_actor

@@ -7,7 +7,8 @@ from transformers import PreTrainedTokenizerFast
 from hybrid_rl.batch import Prompt
 from hybrid_rl.config import ConfigError, PromptsConfig
 from hybrid_rl.data.template import Template
-from hybrid_rl.data.turns import ToolFormat, TurnEncoder
+from hybrid_rl.data.tool_calls import ToolFormat
+from hybrid_rl.data.turns import TurnEncoder
 from hybrid_rl.models.tokenizer import decode_after
 
 CHATML = (

@@ -14,7 +14,8 @@ from hybrid_rl.conversations import loop
 from hybrid_rl.conversations.loop import collect_conversations
 from hybrid_rl.conversations.setup import Environments
 from hybrid_rl.data.template import Template
-from hybrid_rl.data.turns import ToolFormat, TurnEncoder
+from hybrid_rl.data.tool_calls import ToolFormat
+from hybrid_rl.data.turns import TurnEncoder
 from hybrid_rl.engines import Sampling
 from hybrid_rl.engines.vllm.engine import VllmEngine
 from hybrid_rl.environments.pool import EnvironmentPool
