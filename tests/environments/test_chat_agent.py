@@ -90,7 +90,7 @@ def with_tools(client, model, row):
             return float(choice.message.content == row["answer"])
         for call in choice.message.tool_calls:
             found = str(sum(json.loads(call.function.arguments)))
-            messages.append({"role": "tool", "tool_call_id": call.id, "name": call.function.name, "content": found})
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
 
 
 def with_arguments(client, model, row, greeting, *, times=1):
@@ -229,8 +229,18 @@ def test_an_agent_calls_its_own_tools(file):
     )
     assert opening["tools"][0]["function"]["name"] == "add"
     results = [{"role": "tool", "tool_call_id": f"call_{n}", "name": "add", "content": str(1 + n)} for n in (1, 2)]
-    assert first == Step(observation=results, info={"num_tool_calls": 2})
-    assert last == Step(observation="", reward=1.0, done=True)
+    assert first == Step(observation=results, info={"num_tool_calls": 2, "num_failed_tool_calls": 0})
+    assert last == Step(observation="", reward=1.0, done=True, info={"num_tool_calls": 0, "num_failed_tool_calls": 0})
+
+
+def test_a_call_that_cannot_be_read_is_text_for_the_agent_and_counted(file):
+    unread = {"id": "call_1", "type": "function", "function": {"name": "", "arguments": "{add 1"}}
+    _, last = play(
+        f"{file}:with_tools",
+        [{"role": "assistant", "content": "So:", "tool_calls": [unread]}],
+        {**ROW, "answer": "So:\n{add 1"},
+    )
+    assert last == Step(observation="", reward=1.0, done=True, info={"num_tool_calls": 1, "num_failed_tool_calls": 1})
 
 
 def test_an_agent_gets_the_further_arguments_and_may_give_no_reward(file):

@@ -15,7 +15,7 @@ import functools
 import importlib.util
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,13 +90,11 @@ class ChatAgent:
                 that is no reward.
         """
         assert self._conversation is not None
-        answer = {"role": "assistant", "content": response} if isinstance(response, str) else response
+        answer, info = read_turn(response)
         self._conversation.answer(answer)
         event = await self._conversation.next_event()
-        calls = answer.get("tool_calls")
-        info = {"num_tool_calls": len(calls)} if calls else {}
         if not isinstance(event, Returned):
-            return Step(observation=event.messages, info=info)
+            return Step(observation=with_names(event.messages, answer), info=info)
         reward, own = read_result(event.value)
         return Step(observation="", reward=reward, done=True, info={**info, **own})
 
@@ -211,6 +209,35 @@ def load_agent(name: str, further: tuple[str, ...]) -> Agent:
         importlib.import_module("openai")
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(function.__call__)
     return Agent(function=function, path=path, given=given, is_async=is_async)
+
+
+def read_turn(response: str | Message) -> tuple[Message, dict[str, int]]:
+    """Return a sampled turn as the agent gets it, and the numbers of its tool calls.
+
+    A call that cannot be read is text of the message, as servers of this interface have it.
+
+    Args:
+        response: see Environment.step; the name of a call that cannot be read is empty.
+    """
+    if isinstance(response, str):
+        return {"role": "assistant", "content": response}, {}
+    calls = response.get("tool_calls") or []
+    unread = [call["function"]["arguments"] for call in calls if not call["function"]["name"]]
+    content = "\n".join(text for text in (response.get("content") or "", *unread) if text)
+    answer = {**response, "content": content, "tool_calls": [call for call in calls if call["function"]["name"]]}
+    return answer, {"num_tool_calls": len(calls), "num_failed_tool_calls": len(unread)}
+
+
+def with_names(messages: Sequence[Message], answer: Message) -> list[Message]:
+    """Return messages in which results of tools have the name of the tool, which some chat templates need.
+
+    Args:
+        messages: added by the agent.
+        answer: the message of the assistant before them, with its calls.
+    """
+    names = {call["id"]: call["function"]["name"] for call in answer.get("tool_calls") or []}
+    called = [names.get(str(message.get("tool_call_id"))) for message in messages]
+    return [{"name": name, **message} if name else message for name, message in zip(called, messages, strict=True)]
 
 
 def read_result(value: object) -> tuple[float, dict[str, Any]]:
