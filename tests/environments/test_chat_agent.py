@@ -1,6 +1,7 @@
 """Agents written against the OpenAI client as environments: the test plays the trainer, and the agents are real."""
 
 import asyncio
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -211,6 +212,16 @@ def test_an_agent_is_a_conversation_whose_return_value_is_the_reward(file, agent
     assert opening == {"messages": [{"role": "user", "content": "1+1"}], "tools": None}
     assert first == Step(observation=SURE)
     assert last == Step(observation="", reward=1.0, done=True, info={"text": " 2"})
+
+
+def test_the_agent_of_the_page_on_agents_is_one(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
+    source = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    (tmp_path / "agent_of_the_page.py").write_text(source)
+    opening, first, last = play(f"{tmp_path}/agent_of_the_page.py:solve", ["3", "2"])
+    assert opening["messages"] == [{"role": "user", "content": "1+1"}]
+    assert first == Step(observation=[{"role": "user", "content": "That is wrong. Try again."}])
+    assert last == Step(observation="", reward=1.0, done=True)
 
 
 def test_an_agent_may_start_a_program_that_reads_the_variables_of_the_client(file):
