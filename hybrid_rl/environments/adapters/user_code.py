@@ -1,8 +1,11 @@
-"""Errors of the user's code that an adapter runs, as sentences with the line of that code."""
+"""What adapters have in common: names of the user's classes, their errors as sentences, and their numbers."""
 
 import contextlib
-from collections.abc import Iterator
+import math
+import numbers
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from hybrid_rl.config import ConfigError
 from hybrid_rl.environments.protocol import ConversationError
@@ -25,3 +28,15 @@ def user_code(name: str, path: Path | None) -> Iterator[None]:
         raise
     except Exception as error:
         raise ConversationError(f"{name} raises {describe(error, path)}") from error
+
+
+def file_of(name: str) -> Path | None:
+    """Return the file of a name `path.py:ClassName`; None for the name of something that a package registers."""
+    path = Path(name.rpartition(":")[0])
+    return path if path.suffix == ".py" else None
+
+
+def finite_numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers among further values of a step."""
+    found = {str(name): float(value) for name, value in values.items() if isinstance(value, numbers.Real)}
+    return {name: value for name, value in found.items() if math.isfinite(value)}
