@@ -111,6 +111,11 @@ class ToolEnvironment:
             type(limit) is int and limit > 0,
             f"environment.arguments: max_result_chars = {limit!r}: must be a whole number above 0",
         )
+        seconds = arguments.get("call_timeout_s")
+        check(
+            seconds is None or (type(seconds) in (int, float) and seconds > 0),
+            f"environment.arguments: call_timeout_s = {seconds!r}: must be a number of seconds above 0, or null",
+        )
         return load_tools(cls._sources(tools)).is_async or inspect.iscoroutinefunction(cls.finish)
 
     @classmethod

@@ -8,7 +8,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hybrid_rl.config import ConfigError
-from hybrid_rl.data.tool_calls import ParsedTurn, TemplateFormat, TextFormat, make_tool_format
+from hybrid_rl.data.tool_calls import TemplateFormat, make_tool_format
+from hybrid_rl.data.tool_texts import TextFormat
+from hybrid_rl.data.tool_turns import ParsedTurn
 from hybrid_rl.engines.vllm.tool_parsers import load_tool_parser
 from tests.conftest import make_tokenizer
 
@@ -174,10 +176,28 @@ def test_the_parser_is_chosen_by_the_calls_of_the_template(tokenizer, call, pars
     )
 
 
+def test_a_template_may_write_quotes_within_quotes(tokenizer):
+    template = TOOLS + r'{{ "<tool_call>{\"name\": .., \"arguments\": ..}</tool_call>" }}' + PLAIN
+    chosen = make_tool_format(None, tokenizer, template, load_parser=lambda *_: lambda text, tools: (text, []))
+    assert isinstance(chosen, TemplateFormat) and chosen.name == "hermes"
+
+
 def test_a_template_with_an_unknown_format_is_refused_unless_a_format_is_named(tokenizer):
     with pytest.raises(ConfigError, match=r"^environment\.tool_parser = null: .* not recognised: name the parser"):
         made(tokenizer, None, with_tools("<<call>>"))
     assert isinstance(made(tokenizer, "text", with_tools("<<call>>")), TextFormat)
+
+
+def test_a_template_that_leaves_out_results_of_sampled_calls_is_refused(tokenizer):
+    silent = with_tools("[TOOL_CALLS]").replace(
+        "{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}"
+    )
+    raising = silent + "{% if messages[-1].role == 'tool' %}{{ raise_exception('no call') }}{% endif %}"
+    for template in (silent, raising):
+        with pytest.raises(
+            ConfigError, match=r"tool_parser = mistral: the chat template writes the result of a tool only"
+        ):
+            made(tokenizer, None, template)
 
 
 def test_templates_get_arguments_as_objects():

@@ -320,7 +320,7 @@ def test_a_function_that_is_no_tool_is_refused_by_name(function, reason):
     assert message.startswith(f"environment.tools: {function.__name__}: ") and reason in message
 
 
-def test_two_tools_of_one_name_and_no_tools_are_refused(tmp_path):
+def test_tools_of_one_name_no_tools_and_wrong_limits_are_refused(tmp_path):
     path = tmp_path / "sums.py"
     path.write_text(FILE)
     with pytest.raises(ConfigError, match="2 tools have the name add"):
@@ -329,6 +329,8 @@ def test_two_tools_of_one_name_and_no_tools_are_refused(tmp_path):
         ToolEnvironment.prepare([])
     with pytest.raises(ConfigError, match="max_result_chars = 0: must be a whole number above 0"):
         ToolEnvironment.prepare([add], max_result_chars=0)
+    with pytest.raises(ConfigError, match="call_timeout_s = -1: must be a number of seconds above 0, or null"):
+        ToolEnvironment.prepare([add], call_timeout_s=-1)
 
 
 def test_workers_with_functions_as_tools_import_neither_torch_nor_mcp():
