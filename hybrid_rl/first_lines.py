@@ -25,7 +25,13 @@ def first_lines(prepared: Prepared, world: World) -> list[str]:
 def run_lines(prepared: Prepared, device: torch.device) -> list[str]:
     """Return the lines about models and engines, which also hold for a device that is not on this machine."""
     config = prepared.config
-    return [*_model_lines(config, device), _kernel_line(device), *_engine_lines(prepared), *_trust_lines(config)]
+    return [
+        *_model_lines(config, device),
+        _kernel_line(device),
+        *_engine_lines(prepared),
+        *_environment_lines(config),
+        *_trust_lines(config),
+    ]
 
 
 def _place_lines(found: Mapping[str, str | int]) -> list[str]:
@@ -72,6 +78,17 @@ def _engine_lines(prepared: Prepared) -> list[str]:
     return [
         f"rollout engine: {name}, {place}, {weights}{further}",
         f"training engine: DeepSpeed ZeRO {update.zero_stage}, {optimizers}{parallel}{configured}",
+    ]
+
+
+def _environment_lines(config: Config) -> list[str]:
+    environment = config.environment
+    if not environment.is_used:
+        return []
+    names = ", ".join([*([environment.name] if environment.name else []), *environment.tools])
+    return [
+        f"conversations: with {names}, at most {environment.max_turns} turns; environments run in up to "
+        f"{environment.num_workers} processes per rank"
     ]
 
 

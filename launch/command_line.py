@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_origin
 
-from yaml import MappingNode, Node
+from yaml import MappingNode, Node, ScalarNode
 
 from hybrid_rl.config import Config, ConfigError, Findings, check
 from hybrid_rl.settings.types import get_setting, section_types, setting_types, shorten, without_null
@@ -81,6 +81,10 @@ def _has_value(arguments: Sequence[str], position: int) -> bool:
     return position < len(arguments) and not arguments[position].startswith("--")
 
 
+NAMED_SECTIONS = {"environment": "environment.name"}
+"""Section -> its setting that a word in place of the section sets, such as `environment: guess.py:Guess`."""
+
+
 class _Reader:
     """Adds one option after the other to what is given."""
 
@@ -107,6 +111,8 @@ class _Reader:
         self._check_known(name, current, plus)
         if value is None:
             raise ConfigError(f"--{name}: needs a value")
+        if current in NAMED_SECTIONS and _is_name(value):
+            current = NAMED_SECTIONS[current]
         if current == "config" or current in section_types():
             prefix = "" if current == "config" else f"{current}."
             self._add_text(_open(name, value), prefix)
@@ -191,8 +197,15 @@ def _leaves(node: MappingNode, prefix: str) -> Iterator[tuple[str, Node, Node]]:
         name = f"{prefix}{key.value}"
         if name in section_types() and isinstance(value, MappingNode):
             yield from _leaves(value, f"{name}.")
+        elif name in NAMED_SECTIONS and isinstance(value, ScalarNode) and not is_null(value):
+            yield NAMED_SECTIONS[name], key, value
         else:
             yield name, key, value
+
+
+def _is_name(value: str) -> bool:
+    """Return whether the value of a section that may be a name is no text and no file of settings."""
+    return not value.lstrip().startswith("{") and not value.endswith((".yaml", ".yml"))
 
 
 def _suggestion(name: str, known: Collection[str], dashes: str = "") -> str:

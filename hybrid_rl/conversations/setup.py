@@ -69,6 +69,7 @@ def start_environments(config: Config, data: Data) -> Environments | None:
         arguments=arguments,
         timeout_s=settings.timeout_s,
         num_workers=settings.num_workers,
+        memory_limit_bytes=settings.memory_limit_bytes,
         environment_variables=settings.environment_variables,
     )
     gather_s = math.inf if config.run.deterministic else GATHER_S

@@ -6,6 +6,7 @@ Run as a program, this file is one of the two ranks: python <file> <folder> <tin
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,16 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid_rl.batch import ConversationStart, Prompt, Rollout
 from hybrid_rl.config import Config, ConfigError, RolloutConfig, UpdateConfig
 from hybrid_rl.distributed import free_port, join_world
-from hybrid_rl.engines import Generation, Sampling
+from hybrid_rl.engines import Generation, Request, RequestStream, Sampling
 from hybrid_rl.engines.group import GroupEngine, visible_name
 from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.engines.vllm.environment import engine_environment, group_environment
 from hybrid_rl.validate import check_ranks
 from hybrid_rl.weights.bucket import IpcBucket, Slot, joint_handle, open_ipc_bucket
+from tests.conftest import make_rollout, make_turns
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 9], [3, 4, 11], [7], [8, 8]]
@@ -78,6 +81,32 @@ def fail(error: Exception) -> None:
     raise error
 
 
+def start_of(i: int) -> ConversationStart:
+    prompt = Prompt(prompt_id=i, text="", token_ids=PROMPTS[i])
+    return ConversationStart(prompt=prompt, sequence_id=i, seed=SEEDS[i], environment_seed=0)
+
+
+def one_turn_each(stream: RequestStream, starts: Sequence[ConversationStart]) -> list[Rollout]:
+    """Generate one turn per conversation."""
+    stream.submit(
+        [
+            Request(number=i, token_ids=s.prompt.token_ids, max_tokens=SAMPLED.max_tokens, seed=s.seed)
+            for i, s in enumerate(starts)
+        ]
+    )
+    found = dict(stream.receive())
+    return [
+        make_rollout(
+            s.prompt.token_ids, found[i].token_ids, sequence_id=s.sequence_id, turns=make_turns(len(found[i].token_ids))
+        )
+        for i, s in enumerate(starts)
+    ]
+
+
+def fails(stream: RequestStream, starts: Sequence[ConversationStart]) -> list[Rollout]:
+    raise ConfigError(f"no environment for {len(starts)} conversations")
+
+
 def rank_of_two(folder: Path, tiny: Path) -> None:
     world = join_world()
     found: dict[str, Any] = {}
@@ -101,6 +130,9 @@ def rank_of_two(folder: Path, tiny: Path) -> None:
         engine.seed(5)
     found["unseeded"] = [g.token_ids for g in engine.generate([] if world.rank == 0 else PROMPTS, SAMPLED, None)]
     found["seeds"] = made[0].seeds if made else None
+    starts = [start_of(i) for i in range(len(PROMPTS))]
+    found["conversations"] = [asdict(r) for r in engine.converse(starts[mine], SAMPLED, one_turn_each)]
+    found["no environment"] = error_of(lambda: engine.converse(starts[mine], SAMPLED, fails))
     found["sums"] = engine.checksums(["model.norm.weight"])
     found["odd"] = error_of(lambda: ranks.run_on_main(lambda: fail(OddError(place=3))))
     found["value"] = error_of(lambda: ranks.run_on_main(lambda: fail(ValueError("no"))))
@@ -141,6 +173,21 @@ def test_every_rank_gets_the_responses_of_a_separate_engine(both, tiny):
     assert [len(rank["seeded"]) for rank in both] == [FIRST, 1]
     assert [g.token_ids for g in found] == [g.token_ids for g in expected]
     assert [x for g in found for x in g.logprobs] == pytest.approx([x for g in expected for x in g.logprobs])
+
+
+def test_every_rank_gets_its_conversations_from_one_loop(both):
+    seeded = [fields["token_ids"] for rank in both for fields in rank["seeded"]]
+    assert [len(rank["conversations"]) for rank in both] == [FIRST, 1]
+    found = [rollout for rank in both for rollout in rank["conversations"]]
+    assert [rollout["sequence_id"] for rollout in found] == list(range(len(found)))
+    assert [rollout["response_ids"] for rollout in found] == seeded
+    assert all(rollout["turns"][0]["num_tokens"] == len(rollout["response_ids"]) for rollout in found)
+
+
+def test_a_failing_environment_is_the_error_of_both_ranks(both):
+    assert [rank["no environment"] for rank in both] == [
+        f"ConfigError: no environment for {len(PROMPTS)} conversations"
+    ] * 2
 
 
 def test_the_seed_of_any_rank_reaches_the_engine(both):

@@ -74,6 +74,28 @@ def file_sentences(path: Path, content: str | bytes) -> list[str]:
     return [sentence.replace(str(path), "f") for sentence in sentences("--config", str(path))]
 
 
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("environment: guess.py:Guess", {"environment.name": "guess.py:Guess"}),
+        ("environment: {max_turns: 3}", {"environment.max_turns": 3}),
+        ("environment.name: tools", {"environment.name": "tools"}),
+    ],
+)
+def test_an_environment_is_a_name_or_a_section(tmp_path, text, expected):
+    assert read_text(tmp_path / "f.yaml", text) == expected
+
+
+def test_an_environment_on_the_command_line_is_a_name_a_text_or_a_file(tmp_path):
+    (tmp_path / "f.yaml").write_text("max_turns: 5")
+    assert read("--environment", "guess.py:Guess").settings == {"environment.name": "guess.py:Guess"}
+    assert read("--environment", "{max_turns: 4}").settings == {"environment.max_turns": 4}
+    assert read("--environment", str(tmp_path / "f.yaml")).settings == {"environment.max_turns": 5}
+    assert sentences("--config", "{environment: null}") == (
+        "--config: environment is empty: give settings below it, or remove it",
+    )
+
+
 # Every setting
 
 
