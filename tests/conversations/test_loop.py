@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -183,3 +184,30 @@ def test_an_environment_that_always_dies_is_given_up(hf_engine, text_prompts, st
     found = collect(text_prompts[:1], hf_engine, environments)
     assert [r.counts["environment/failed"] for r in found] == [1, 1] and [r.response_ids for r in found] == [[], []]
     assert os.getpid() not in environments.pool.process_ids
+
+
+HANGS = """
+import asyncio, time
+
+class E:
+    async def reset(self, row):
+        self.row = row
+
+    async def step(self, response):
+        if self.row["answer"] == "1":
+            await asyncio.sleep(600)
+        return "", 1.0, True, {}
+"""
+BLOCKS = HANGS.replace("async def", "def").replace("await asyncio.sleep", "time.sleep")
+
+
+@pytest.mark.parametrize("source, restarts", [(HANGS, 0), (BLOCKS, 1)])
+def test_a_hung_environment_costs_its_limit_and_nothing_else(hf_engine, text_prompts, start, source, restarts):
+    """Others of a process that is killed start again; asynchronous ones go on."""
+    environments = start(source, timeout_s=1.0, on_error="zero")
+    begin = time.monotonic()
+    found = collect(text_prompts, hf_engine, environments, replace(CONFIG, group_size=1))
+    assert time.monotonic() - begin < 25
+    assert [r.counts["environment/failed"] for r in found] == [0, 1, 0]
+    assert [sum(turn.reward for turn in r.turns) for r in found] == [1, 0, 1]
+    assert max(r.counts["environment/restarts"] for r in found) == restarts

@@ -95,11 +95,10 @@ def one_turn_each(stream: RequestStream, starts: Sequence[ConversationStart]) ->
         ]
     )
     found = dict(stream.receive())
+    ids = [found[i].token_ids for i in range(len(starts))]
     return [
-        make_rollout(
-            s.prompt.token_ids, found[i].token_ids, sequence_id=s.sequence_id, turns=make_turns(len(found[i].token_ids))
-        )
-        for i, s in enumerate(starts)
+        make_rollout(start.prompt.token_ids, own, sequence_id=start.sequence_id, turns=make_turns(len(own)))
+        for start, own in zip(starts, ids, strict=True)
     ]
 
 
@@ -185,9 +184,8 @@ def test_every_rank_gets_its_conversations_from_one_loop(both):
 
 
 def test_a_failing_environment_is_the_error_of_both_ranks(both):
-    assert [rank["no environment"] for rank in both] == [
-        f"ConfigError: no environment for {len(PROMPTS)} conversations"
-    ] * 2
+    sentence = f"ConfigError: no environment for {len(PROMPTS)} conversations"
+    assert [rank["no environment"] for rank in both] == [sentence, sentence]
 
 
 def test_the_seed_of_any_rank_reaches_the_engine(both):

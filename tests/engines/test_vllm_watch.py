@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from hybrid_rl.engines import Request, Sampling
 from hybrid_rl.engines.vllm import watch as watch_module
 from hybrid_rl.engines.vllm.folder import EngineFolder
 from hybrid_rl.engines.vllm.lifetime import FOLDER, REPORT, ignore_signals_of_others, report_ended_workers
 from hybrid_rl.engines.vllm.processes import EngineProcesses, how_it_ended
+from hybrid_rl.engines.vllm.stream import open_stream
 from hybrid_rl.engines.vllm.watch import EngineWatch
 from hybrid_rl.errors import EngineLostError
 from hybrid_rl.exchange import describe_error, make_error
@@ -100,7 +103,7 @@ def test_a_process_that_ends_in_the_middle_of_a_call_explains_the_error_of_the_c
         core.join()
         raise ConnectionResetError("the socket is closed")
 
-    with pytest.raises(EngineLostError, match="was killed by SIGKILL") as info:
+    with pytest.raises(EngineLostError, match=r"was killed by SIGKILL") as info:
         watch.call(work, "start")
     assert isinstance(info.value.__cause__, ConnectionResetError)
 
@@ -281,3 +284,61 @@ def test_a_core_process_obeys_sigterm_only_when_the_trainer_has_asked_it_to_end(
     processes.end(0.0)
     processes.close()
     folder.remove()
+
+
+class SilentClient:
+    """vLLM's client of an engine that takes requests and never answers."""
+
+    def __init__(self) -> None:
+        self.outputs_queue: queue.Queue = queue.Queue()
+        self.engine_core = self
+
+    def add_request(self, *_: object) -> None:
+        """Take a request."""
+
+
+SAMPLING = Sampling(temperature=1.0, max_tokens=4, stop_token_ids=())
+REQUEST = Request(number=7, token_ids=[1], max_tokens=4, seed=1)
+
+
+def test_conversations_end_when_their_engine_is_killed(engine):
+    processes, core = engine
+    watch = EngineWatch(processes, stall_timeout_s=60.0)
+    with (
+        pytest.raises(EngineLostError, match=r"was killed by SIGKILL.*waits for it to generate 1 conversations"),
+        open_stream(SilentClient(), watch, SAMPLING, "generate 1 conversations") as stream,
+    ):
+        stream.submit([REQUEST])
+        assert stream.receive() == [] and stream.num_running == 1
+        core.kill()
+        core.join()
+        stream.receive()
+    assert watch.is_broken
+
+
+def test_only_an_engine_with_requests_must_make_progress(engine):
+    """Environments may take as long as their own limit."""
+    watch = EngineWatch(engine[0], stall_timeout_s=0.5)
+    with (
+        pytest.raises(EngineLostError, match=r"has made no progress for 0\.5 s"),
+        open_stream(SilentClient(), watch, SAMPLING, "generate 1 conversations") as stream,
+    ):
+        for _ in range(10):
+            assert stream.receive() == []
+            time.sleep(0.1)
+        stream.submit([REQUEST])
+        while True:
+            stream.receive()
+            time.sleep(0.1)
+
+
+def test_conversations_that_are_given_up_leave_an_engine_that_takes_no_call(engine):
+    watch = EngineWatch(engine[0], stall_timeout_s=60.0)
+    with (
+        pytest.raises(LookupError),
+        open_stream(SilentClient(), watch, SAMPLING, "generate 1 conversations") as stream,
+    ):
+        stream.submit([REQUEST])
+        raise LookupError
+    with pytest.raises(EngineLostError, match="was given up in an earlier call"):
+        watch.call(NEVER, "take a seed")
