@@ -183,7 +183,8 @@ class ToolEnvironment:
             return self._tools.tools[name]
         if name:
             raise ToolError(f"there is no tool {name}; the tools are: {names}")
-        read_arguments(arguments)  # where it is no JSON, the reason says more
+        if arguments.startswith(("{", "[{")):
+            read_arguments(arguments)  # broken JSON has a reason that says more
         raise ToolError(f"the call has no name, or is written in another way than calls are; the tools are: {names}")
 
     async def _call(self, tool: FunctionTool | McpTool, arguments: str) -> object:

@@ -216,6 +216,7 @@ def test_results_that_are_no_text_are_json():
         (call("add", "[1, 2]"), "error: the arguments must be a JSON object with the names of the parameters"),
         (call("", '{"name": "add'), "error: the arguments are not JSON: "),
         (call("", '{"tool": "add"}'), "error: the call has no name, or is written in another way than calls are"),
+        (call("", "add(a=1)"), "error: the call has no name, or is written in another way than calls are"),
         (call("fail", {}), "error: LookupError: nothing there"),
         (call("leave", ""), "error: SystemExit: 3"),
     ],
