@@ -61,11 +61,13 @@ class Conversation:
 
     @property
     def row(self) -> dict[str, Any]:
-        """The row of the data for the environment: its columns, the prompt also as messages, and a seed."""
+        """The row of the data for the environment: its columns, the prompt also as messages and as the text that the
+        model reads, and a seed."""
         prompt = self.start.prompt
         messages = messages_of(prompt)
         text = prompt.text if prompt.user_text is None else prompt.user_text
-        own = {"prompt": prompt.messages or text, "prompt_messages": messages, "answer": prompt.answer}
+        own = {"prompt": prompt.messages or text, "prompt_messages": messages, "prompt_text": prompt.text}
+        own["answer"] = prompt.answer
         return {"seed": self.start.environment_seed} | dict(prompt.metadata) | own
 
     def begin(self, reset: Reset) -> None:
@@ -76,7 +78,9 @@ class Conversation:
         """
         self._clear()
         self._tools = reset.tools
-        self.prompt = self._encoder.prompt(self.start.prompt, reset.observation, reset.tools)
+        self.prompt = self._encoder.prompt(
+            self.start.prompt, reset.observation, reset.tools, is_verbatim=reset.is_verbatim
+        )
         self._prefill = self.prompt.prefill
 
     @property
@@ -125,8 +129,13 @@ class Conversation:
             self._end = "turns"
             return False
         stop_token = None if self._is_cut or not self._ids else self._ids[-1]
-        has_tools = self._tools is not None
-        glue = self._encoder.glue(self.start.prompt, step.observation, stop_token=stop_token, has_tools=has_tools)
+        glue = self._encoder.glue(
+            self.start.prompt,
+            step.observation,
+            stop_token=stop_token,
+            has_tools=self._tools is not None,
+            is_verbatim=step.is_verbatim,
+        )
         if len(self._ids) + len(glue.token_ids) >= self._limits.max_tokens:
             self._end = "tokens"
             return False

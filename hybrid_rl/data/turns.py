@@ -78,7 +78,12 @@ class TurnEncoder:
         return self._make_tool_format()
 
     def prompt(
-        self, prompt: Prompt, observation: str | list[Message] | None, tools: list[dict[str, Any]] | None
+        self,
+        prompt: Prompt,
+        observation: str | list[Message] | None,
+        tools: list[dict[str, Any]] | None,
+        *,
+        is_verbatim: bool = False,
     ) -> Prompt:
         """Return the prompt of a conversation.
 
@@ -86,13 +91,14 @@ class TurnEncoder:
             prompt: of the row.
             observation: of the environment's reset; None takes the prompt of the row.
             tools: schemas of the environment's tools.
+            is_verbatim: whether the observation is the whole text, which no chat template changes.
         Raises:
             ConfigError: the prompt cannot be rendered, or is longer than prompts.max_prompt_tokens.
         """
         where = f"row {prompt.prompt_id}"
         if observation is None and not tools:
             return prompt
-        if not self._is_chat(prompt):
+        if is_verbatim or not self._is_chat(prompt):
             check(
                 isinstance(observation, str) and not tools,
                 f"{where}: the environment gives messages or tools, but the prompts are text: set prompts.chat = true",
@@ -121,7 +127,13 @@ class TurnEncoder:
         return prompt.messages is not None or prompt.user_text is not None
 
     def glue(
-        self, prompt: Prompt, observation: str | list[Message], *, stop_token: int | None, has_tools: bool
+        self,
+        prompt: Prompt,
+        observation: str | list[Message],
+        *,
+        stop_token: int | None,
+        has_tools: bool = False,
+        is_verbatim: bool = False,
     ) -> Glue:
         """Return what follows a sampled turn up to the start of the next one.
 
@@ -131,21 +143,21 @@ class TurnEncoder:
             stop_token: the last token of the turn, if it is a stop token; None for a turn that was cut, whose end
                 the template writes instead of the model.
             has_tools: whether the conversation has tools.
+            is_verbatim: whether the observation is all the text between the turns, which no chat template changes.
         Raises:
             ConfigError: the chat template refuses the observation.
         """
-        if not self._is_chat(prompt):
+        if is_verbatim or not self._is_chat(prompt):
             check(
                 isinstance(observation, str),
                 f"row {prompt.prompt_id}: the environment gives messages, but the prompts are text: set prompts.chat = "
                 "true",
             )
             assert isinstance(observation, str)
-            return Glue(token_ids=self._plain(observation), text=observation, prefill="")
-        messages = as_messages(observation)
-        if has_tools:
-            messages = self.tool_format.observation(messages)
-        text, prefill = self._after_turn(messages)
+            text, prefill = observation, ""
+        else:
+            messages = as_messages(observation)
+            text, prefill = self._after_turn(self.tool_format.observation(messages) if has_tools else messages)
         ids = self._plain(text)
         if stop_token is not None and ids[:1] == [stop_token]:
             ids = ids[1:]

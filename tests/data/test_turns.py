@@ -50,7 +50,7 @@ def encoder(template: str) -> TurnEncoder:
 
 def glue(template: str, observation, stop_token: int | None, prompt: Prompt = PROMPT) -> str:
     """Return the text of the tokens after a turn."""
-    made = encoder(template).glue(prompt, observation, stop_token=stop_token, has_tools=False)
+    made = encoder(template).glue(prompt, observation, stop_token=stop_token)
     return decode_after(make_tokenizer(template), [], made.token_ids)
 
 
@@ -81,7 +81,7 @@ def test_history_and_glue_are_what_the_template_renders_at_once():
     tokenizer, made = make_tokenizer(CHATML), encoder(CHATML)
     start = made.prompt(PROMPT, "first", None)
     turn = tokenizer("an answer<|im_end|>", add_special_tokens=False)["input_ids"]
-    after = made.glue(start, "second", stop_token=turn[-1], has_tools=False)
+    after = made.glue(start, "second", stop_token=turn[-1])
     chat = [("user", "first"), ("assistant", "an answer"), ("user", "second")]
     whole = tokenizer.apply_chat_template(
         [{"role": role, "content": text} for role, text in chat],
@@ -95,7 +95,7 @@ def test_history_and_glue_are_what_the_template_renders_at_once():
 def test_the_thinking_that_a_template_begins_belongs_to_the_turn():
     made = encoder(THINKING)
     assert made.prompt(PROMPT, "first", None).prefill == "<think>\n"
-    assert made.glue(PROMPT, "second", stop_token=IM_END, has_tools=False).prefill == "<think>\n"
+    assert made.glue(PROMPT, "second", stop_token=IM_END).prefill == "<think>\n"
 
 
 def test_text_prompts_get_the_text_of_the_environment_as_it_is():
@@ -135,3 +135,12 @@ def test_a_first_observation_beyond_the_limit_of_a_prompt_is_refused():
     )
     with pytest.raises(ConfigError, match=r"has 26 tokens: raise prompts\.max_prompt_tokens = 25"):
         made.prompt(PROMPT, "1234567", None)
+
+
+def test_a_verbatim_observation_is_all_the_text_and_no_mark_stands_twice():
+    """Agent files of OpenRLHF write the marks of the template themselves."""
+    tokenizer, made = make_tokenizer(CHATML), encoder(CHATML)
+    said = "<|im_end|>\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"
+    after = [made.glue(PROMPT, said, stop_token=stop, is_verbatim=True).token_ids for stop in (IM_END, None)]
+    assert [decode_after(tokenizer, [], ids) for ids in after] == [said.removeprefix("<|im_end|>"), said]
+    assert made.prompt(PROMPT, "<|im_start|>user\nhi", None, is_verbatim=True).text == "<|im_start|>user\nhi"
