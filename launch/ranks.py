@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -131,6 +132,7 @@ def _run_process(config: Config, rank: int, num_ranks: int, folder: str, run: Ca
     escape_messages()
     keep_output()
     board = FolderBoard(Path(folder))
+    _end_with_launcher(board, rank)
     try:
         run(config)
     except ConfigError as error:
@@ -144,6 +146,22 @@ def _run_process(config: Config, rank: int, num_ranks: int, folder: str, run: Ca
         sys.exit(1)
     finally:
         board.remove_abandoned()
+
+
+def _end_with_launcher(board: FolderBoard, rank: int) -> None:
+    """End this rank if the launcher ends before the rank has joined the others, whose watch looks after it then."""
+    launcher = multiprocessing.parent_process()
+    assert launcher
+
+    def watch() -> None:
+        connection.wait([launcher.sentinel])
+        note = board.read(rank)
+        if note is None or note.count == 0:  # written by the launcher
+            sentence = f"the launcher (pid {launcher.pid}) has ended; rank {rank} starts and waits for nobody"
+            board.report(rank, [sentence], RankLostError.exit_code)
+            os._exit(RankLostError.exit_code)
+
+    threading.Thread(target=watch, name="end_with_launcher", daemon=True).start()
 
 
 class Ranks:

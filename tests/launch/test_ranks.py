@@ -77,6 +77,12 @@ def refuse(_: Config) -> None:
     raise ConfigError("prompts.path = x: no such file")
 
 
+def start_slowly(_: Config) -> None:
+    """Wait without having joined the other ranks."""
+    Path(sys.argv[2], f"waits{os.environ['RANK']}").touch()
+    time.sleep(600)
+
+
 def wait(_: Config) -> None:
     """Wait until a signal ends the rank, as a run that handles signals does."""
     signals.handle_signals(is_quiet=True)
@@ -244,6 +250,17 @@ def test_a_second_signal_ends_ranks_that_do_not_answer_at_once(launch):
     assert time.monotonic() - second < 5
     _, alive = psutil.wait_procs(ranks, timeout=5)
     assert not alive
+
+
+def test_ranks_that_start_end_at_once_when_their_launcher_is_killed(launch):
+    launcher = launch(start_slowly)
+    ranks = launcher.ranks_that_wait()
+    launcher.signal(signal.SIGKILL)
+    _, alive = psutil.wait_procs(ranks, timeout=15)
+    assert not alive
+    ended = launcher.ended()
+    assert ended.code == -signal.SIGKILL
+    assert "rank 0 starts and waits for nobody" in ended.output
 
 
 @pytest.mark.slow
