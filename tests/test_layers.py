@@ -62,7 +62,17 @@ ROOMS: dict[str, set[str]] = {
         *("checkpoints", "machine", "memory", "models", "weights"),
     },
     "planning": {"config", "errors", "distributed", "validate", "memory", "models", "weights"},
-    "steps": {*BASE, "seeds", "algorithms", "algorithms.specs", "checkpoints", "memory", "models", "weights", "engines"},
+    "steps": {
+        *BASE,
+        "seeds",
+        "algorithms",
+        "algorithms.specs",
+        "checkpoints",
+        "memory",
+        "models",
+        "weights",
+        "engines",
+    },
     "demo": {"config", "config_data", "atomic", "scratch"},
     "scratch": set(),
 }

@@ -110,7 +110,7 @@ class TurnEncoder:
             messages = with_system_message(messages, self._config, self._template, where)
             if tools:
                 messages, tools = self.tool_format.prompt(messages, tools)
-            config, template = (replace(each, system_message=None) for each in (self._config, self._template))
+            config, template = replace(self._config, system_message=None), replace(self._template, system_message=None)
             chat = render_chat(self._tokenizer, messages, config, template, where, tools=tools)
             ids = encode(self._tokenizer, chat.text)
             changed = replace(prompt, text=chat.text, token_ids=ids, prefill=chat.prefill, messages=messages)
