@@ -37,8 +37,8 @@ class Agent:
     """A function of the user that is ready in this process."""
 
     function: Callable[..., Any]
-    path: Path
-    """Its file."""
+    path: Path | None
+    """Its file; None for code of a package."""
     given: frozenset[str]
     """Its parameters among GIVEN."""
     is_async: bool
@@ -47,17 +47,19 @@ class Agent:
 class ChatAgent:
     """The environment of one conversation of an agent."""
 
-    def __init__(self, agent: str, *, model: str = "policy", arguments: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, agent: str | Agent, *, model: str = "policy", arguments: Mapping[str, Any] | None = None
+    ) -> None:
         """Make a conversation that `reset` starts.
 
         Args:
-            agent: `path.py:function`, asynchronous or not.
+            agent: `path.py:function`, asynchronous or not, or such a function that is ready.
             model: name of the model for the agent and in the endpoint's list of models.
             arguments: further keyword arguments of the agent.
         Raises:
             ConfigError: the agent cannot be loaded, or has a parameter that it does not get.
         """
-        self._agent = load_agent(agent, tuple(arguments or ()))
+        self._agent = agent if isinstance(agent, Agent) else load_agent(agent, tuple(arguments or ()))
         self._model, self._arguments = model, dict(arguments or {})
         self._endpoint: Endpoint | None = None
         self._conversation: ChatConversation | None = None
