@@ -199,7 +199,15 @@ ENGINE = (
     lost("generation_kwargs", str, None, ALL_TOKENS),
     lost("chat_template_kwargs", str, None, "the chat template has no arguments"),
     lost("vllm_structured_outputs_regex", str, None, ALL_TOKENS),
-    refused("max_tool_calling_iterations", int, None, "tools and conversations of several turns are missing here"),
+    maps(
+        "max_tool_calling_iterations",
+        count,
+        None,
+        "environment.max_turns",
+        note="a turn more than TRL's rounds of calls, the answer; list the functions that the script gives the trainer "
+        "as tools in environment.tools",
+        when=lambda c: c["max_tool_calling_iterations"] is not None,
+    ),
     maps("max_completion_length", count, 512, "rollout.max_response_tokens"),
     maps(
         "max_prompt_length",

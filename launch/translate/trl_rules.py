@@ -247,6 +247,9 @@ RULES: Mapping[str, Callable[[Command], Any]] = {
     "prompts.overlong_prompts": lambda c: "drop",
     "rollout.rollout_batch_size": rollout_batch_size,
     "rollout.kv_cache_memory_bytes": lambda c: None,
+    "environment.max_turns": lambda c: (
+        KEEP_DEFAULT if c["max_tool_calling_iterations"] is None else c["max_tool_calling_iterations"] + 1
+    ),
     "reward.functions": functions,
     "reward.weights": lambda c: _weights(c)[1],
     "reward.model_weight": lambda c: _weights(c)[0],

@@ -7,7 +7,10 @@ from .verl_rules import MODEL, ROLLOUT, has_model_reward, is_guessed
 
 LOGGERS = {"console", "file", *TRACKERS}
 NO_CLASS = "rows, order and rewards follow the settings; classes of one's own are missing here"
-NO_TURNS = "conversations of several turns and tools are missing here"
+NO_TURNS = (
+    "verl's classes of tools and agent loops do not run here: write the tools as functions and list them in "
+    "environment.tools, or write a class with reset and step and name it in environment.name"
+)
 OWN_ENGINE = "the reward model scores in the trainer's process, packed by update.micro_batch_tokens"
 ALWAYS_ROLLOUTS = "rollouts/ always has all responses of training"
 ENGINE = "the plan sizes the engine"

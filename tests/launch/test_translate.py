@@ -188,6 +188,7 @@ def test_variables_and_arrays_of_a_script_are_expanded() -> None:
         (trl.PROGRAM, "--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --steps_per_generation 8 "
          "--num_processes 4", "update.mini_batch_size", 32),
         (trl.PROGRAM, "--gradient_accumulation_steps 4 --steps_per_generation 2", "rollout.rollout_batch_size", 4),
+        (trl.PROGRAM, "--max_tool_calling_iterations 3", "environment.max_turns", 4),
         (trl.PROGRAM, "--max_steps 90 --steps_per_generation 3 --num_iterations 2 --num_generations 2",
          "run.num_steps", 15),  # 3 x 2 optimizer steps for each generation
         (trl.PROGRAM, "--loss_type cispo --epsilon_high 5", "update.clip_high", 4.0),  # a ratio in TRL

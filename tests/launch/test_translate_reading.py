@@ -128,7 +128,7 @@ def test_switches_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
         ("--from-verl", "algorithm.adv_estimators=grpo", "(did you mean algorithm.adv_estimator?)"),
         ("--from-verl", "data.train_batch_size=$N", "the script does not set this variable; replace it by its value"),
         ("--from-verl", "data.shuffle=null", "data.shuffle null: must be true or false"),
-        ("--from-verl", "actor_rollout_ref.rollout.multi_turn.enable=True", "conversations of several turns and tools"),
+        ("--from-verl", "actor_rollout_ref.rollout.multi_turn.enable=True", "list them in environment.tools"),
         ("--from-verl", "algorithm.rollout_correction.rollout_rs=token_k1 "
          "algorithm.rollout_correction.rollout_rs_threshold=x", "must be a number, or two as in 0.5_2.0"),
         ("--from-trl", "--loss_type sapo", "--loss_type sapo: has no counterpart here, only grpo, dapo"),
