@@ -69,6 +69,6 @@ def install() -> None:
             setattr(sys.modules[parent], last, module)
 
 
-def multi_turn_executor() -> type:
+def multi_turn_executor() -> Any:
     """Return the class MultiTurnAgentExecutor that agent files import."""
     return importlib.import_module(_AGENT).MultiTurnAgentExecutor
