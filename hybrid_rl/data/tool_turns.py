@@ -57,13 +57,14 @@ def unreadable(text: str) -> ToolCall:
 def with_ids(calls: Sequence[ToolCall], text: str) -> list[ToolCall]:
     """Return calls with ids that depend on the text of their turn alone, so that a run can be repeated.
 
-    Ids have nine letters and digits, which is the rule of Mistral's templates; an id that names the function stays.
+    Ids have nine letters and digits, which is the rule of Mistral's templates. Ids of Kimi K2, such as
+    functions.add:0, are part of what the model has written, and stay.
     """
     named = []
     for number, call in enumerate(calls):
         function, given = call["function"], call.get("id") or ""
         digest = hashlib.sha256(f"{number} {text}".encode("utf-8", "replace")).hexdigest()[:9]
-        is_meant = bool(function["name"]) and function["name"] in given
+        is_meant = given.startswith(f"functions.{function['name']}:")
         named.append({"id": given if is_meant else digest, "type": "function", "function": dict(function)})
     return named
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from hybrid_rl.config import ConfigError
 from hybrid_rl.data.tool_calls import TemplateFormat, make_tool_format
 from hybrid_rl.data.tool_texts import TextFormat
-from hybrid_rl.data.tool_turns import ParsedTurn
+from hybrid_rl.data.tool_turns import ParsedTurn, with_ids
 from hybrid_rl.engines.vllm.tool_parsers import load_tool_parser
 from tests.conftest import make_tokenizer
 
@@ -152,6 +152,13 @@ def test_ids_are_the_same_for_the_same_turn_and_differ_within_it():
     ids = [[c["id"] for c in TextFormat(has_system=True).parse(text, [ADD]).tool_calls] for _ in range(2)]
     assert ids[0] == ids[1] and len(set(ids[0])) == 3
     assert all(len(one) == 9 and one.isalnum() for one in ids[0])
+
+
+def test_ids_that_vllm_draws_are_replaced_and_those_that_the_model_writes_stay():
+    function = {"name": "add", "arguments": "{}"}
+    calls = [{"id": i, "type": "function", "function": function} for i in ("chatcmpl-tool-97addb", "functions.add:1")]
+    drawn, written = with_ids(calls, "text")
+    assert "add" not in drawn["id"] and len(drawn["id"]) == 9 and written["id"] == "functions.add:1"
 
 
 @pytest.mark.parametrize(

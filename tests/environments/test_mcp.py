@@ -53,6 +53,7 @@ def leave() -> str:
 
 listener = socket.socket()
 listener.bind(("127.0.0.1", 0))
+listener.listen()
 print(listener.getsockname()[1], flush=True)
 uvicorn.Server(uvicorn.Config(server.streamable_http_app(), log_level="critical")).run(sockets=[listener])
 '''
