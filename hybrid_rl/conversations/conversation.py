@@ -66,7 +66,11 @@ class Conversation:
         prompt = self.start.prompt
         messages = messages_of(prompt)
         text = prompt.text if prompt.user_text is None else prompt.user_text
-        own: dict[str, Any] = {"prompt": prompt.messages or text, "prompt_messages": messages, "prompt_text": prompt.text}
+        own: dict[str, Any] = {
+            "prompt": prompt.messages or text,
+            "prompt_messages": messages,
+            "prompt_text": prompt.text,
+        }
         own["answer"] = prompt.answer
         return {"seed": self.start.environment_seed} | dict(prompt.metadata) | own
 

@@ -19,6 +19,8 @@ POLL_S = 0.005
 """Longest wait for environments while the engine decodes."""
 IDLE_POLL_S = 0.1
 """Longest wait for environments while the engine has no request."""
+GATHER_S = 0.02
+"""Seconds for which first turns wait for each other, so that the engine starts with a batch of them."""
 
 
 def collect_conversations(
@@ -42,7 +44,7 @@ def collect_conversations(
         stop_token_ids: end a turn, which keeps the token.
         run_seed, step: determine samples and environments; the same for any number of ranks if
             rollout.seed_per_request. Log-probs may differ in their last bits, because the time at which an environment
-            answers decides which requests the engine computes together.
+            answers decides which requests the engine computes together; see Environments.in_rounds.
         top_p:          see Sampling.
         environment_step: number that determines the seeds of environments; None is step.
     Raises:
@@ -119,7 +121,8 @@ class _Loop:
         self._requests: dict[int, int] = {}  # number of a request -> conversation
         self._numbers = itertools.count()
         self._ready: list[Request] = []
-        self._gather_until = time.monotonic() + environments.gather_s
+        self._in_rounds = environments.in_rounds
+        self._gather_until = time.monotonic() + GATHER_S
 
     @property
     def is_done(self) -> bool:
@@ -131,7 +134,7 @@ class _Loop:
         self._begin()
         for answer in self._pool.receive(self._wait_s()):
             self._take(answer)
-        if self._ready and not (self._asked and time.monotonic() < self._gather_until):
+        if self._ready and self._is_time_to_submit():
             self._submit()
         for number, generation in self._stream.receive():
             key = self._requests.pop(number, None)
@@ -140,8 +143,14 @@ class _Loop:
                 self._asked[key] = time.monotonic()
                 self._pool.step(key, turn)
 
+    def _is_time_to_submit(self) -> bool:
+        if self._in_rounds:
+            return not self._asked and not self._stream.num_running
+        return not self._asked or time.monotonic() >= self._gather_until
+
     def _submit(self) -> None:
         self._gather_until = 0.0
+        self._ready.sort(key=lambda request: self._requests[request.number])
         self._stream.submit(self._ready)
         self._ready = []
 
@@ -151,7 +160,7 @@ class _Loop:
             self._pool.end(key)
 
     def _wait_s(self) -> float:
-        if self._ready and not self._asked:
+        if self._ready and self._is_time_to_submit():
             return 0.0
         return POLL_S if self._stream.num_running or self._ready else IDLE_POLL_S
 

@@ -1,6 +1,5 @@
 """Makes what conversations need besides the engine: processes of environments, and the encoder of turns."""
 
-import math
 from dataclasses import dataclass
 
 from hybrid_rl.config import Config, EnvironmentConfig, check
@@ -12,8 +11,6 @@ from hybrid_rl.data.turns import TurnEncoder
 from hybrid_rl.engines.vllm.tool_parsers import load_tool_parser
 from hybrid_rl.environments.pool import EnvironmentPool
 
-GATHER_S = 0.02
-"""Seconds for which first turns wait for each other, so that the engine starts with a batch of them."""
 TOOLS = "tools"
 """Built-in environment of environment.tools."""
 
@@ -25,9 +22,9 @@ class Environments:
     pool: EnvironmentPool
     encoder: TurnEncoder
     config: EnvironmentConfig
-    gather_s: float = GATHER_S
-    """Longest time for which first turns wait for each other; with run.deterministic it has no end, so that the engine
-    computes them together as it does without environments."""
+    in_rounds: bool = False
+    """Whether all conversations wait for each other in every turn, so that a run repeats itself bit for bit: which
+    requests the engine computes together does not depend on the time at which environments answer."""
 
     def close(self) -> None:
         """End the processes of the environments."""
@@ -72,5 +69,4 @@ def start_environments(config: Config, data: Data) -> Environments | None:
         memory_limit_bytes=settings.memory_limit_bytes,
         environment_variables=settings.environment_variables,
     )
-    gather_s = math.inf if config.run.deterministic else GATHER_S
-    return Environments(pool=pool, encoder=encoder, config=settings, gather_s=gather_s)
+    return Environments(pool=pool, encoder=encoder, config=settings, in_rounds=config.run.deterministic)

@@ -1,6 +1,5 @@
 """An engine of transformers with a tiny model, and environments in worker processes."""
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -59,7 +58,7 @@ def start(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[Callab
     with ExitStack() as opened:
 
         def make(
-            source: str, *, arguments: dict[str, Any] | None = None, gather_s: float = math.inf, **settings: Any
+            source: str, *, arguments: dict[str, Any] | None = None, in_rounds: bool = True, **settings: Any
         ) -> Environments:
             path = tmp_path / "environment_file.py"
             path.write_text(source)
@@ -73,6 +72,6 @@ def start(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[Callab
             )
             opened.enter_context(pool)
             encoder = TurnEncoder(tokenizer, PromptsConfig(), Template(), make_tool_format=no_tools)
-            return Environments(pool=pool, encoder=encoder, config=config, gather_s=gather_s)
+            return Environments(pool=pool, encoder=encoder, config=config, in_rounds=in_rounds)
 
         yield make
