@@ -19,7 +19,8 @@ class RunConfig:
     own."""
     deterministic: bool = False
     """Use only GPU kernels that repeat their results bit for bit, so that two runs with one seed and as many ranks give
-    the same metrics and rollouts; slower. A CPU needs no such kernels."""
+    the same metrics and rollouts; slower. A CPU needs no such kernels. Conversations with an environment wait for each
+    other in every turn, on a CPU too."""
     resume: Literal["never", "auto", "must"] = "auto"
     """Continue from the latest checkpoint: never, if there is one (auto), or exit with an error if there is none
     (must)."""

@@ -66,13 +66,8 @@ class Conversation:
         prompt = self.start.prompt
         messages = messages_of(prompt)
         text = prompt.text if prompt.user_text is None else prompt.user_text
-        own: dict[str, Any] = {
-            "prompt": prompt.messages or text,
-            "prompt_messages": messages,
-            "prompt_text": prompt.text,
-        }
-        own["answer"] = prompt.answer
-        return {"seed": self.start.environment_seed} | dict(prompt.metadata) | own
+        own = {"prompt": prompt.messages or text, "prompt_messages": messages, "prompt_text": prompt.text}
+        return {"seed": self.start.environment_seed, **prompt.metadata, **own, "answer": prompt.answer}
 
     def begin(self, reset: Reset) -> None:
         """Take what the environment says first.
@@ -157,11 +152,6 @@ class Conversation:
                     self._info[known] = self._info.get(known, 0.0) + value
                 else:
                     self._info[f"info/{name}"] = float(value)
-
-    @property
-    def has_sampled(self) -> bool:
-        """Whether there is a sampled turn."""
-        return bool(self._turns)
 
     def fail(self, reason: str) -> None:
         """End the conversation where it is, because its environment has failed."""
