@@ -226,6 +226,7 @@ RULES: Mapping[str, Callable[[Command], Any]] = {
     "rollout.gpu_memory_utilization": lambda c: c["vllm.gpu_memory_utilization"] if is_colocated(c) else KEEP_DEFAULT,
     "environment.name": lambda c: "openrlhf" if has_agent(c) else KEEP_DEFAULT,
     "environment.arguments": lambda c: {"path": c["train.agent_func_path"]} if has_agent(c) else KEEP_DEFAULT,
+    "environment.rewritten_history": lambda c: "keep" if has_agent(c) else KEEP_DEFAULT,  # it appends tokens
     "environment.max_turns": lambda c: _response_tokens(c) if has_agent(c) else KEEP_DEFAULT,  # no limit of turns
     "reward.functions": lambda c: [_reward_function(c)] if is_function(c) else [],
     "reward.remote_urls": lambda c: (

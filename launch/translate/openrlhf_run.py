@@ -156,6 +156,7 @@ MODELS = (
         "environment.name",
         "environment.arguments",
         "environment.max_turns",
+        "environment.rewritten_history",
         note="the file runs as it is, if its AgentExecutor is made from a class with reset and step; the text of a "
         "turn has no end-of-turn mark, and images or sampling_params from a step end the run",
         when=has_agent,

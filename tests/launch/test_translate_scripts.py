@@ -162,6 +162,7 @@ def test_a_script_of_an_agent_runs_its_file_as_the_environment() -> None:
         "name": "openrlhf",
         "arguments": {"path": "examples/python/agent_func.py"},
         "max_turns": 37120,  # half of --data.max_len, as tokens of a response: a turn has at least one
+        "rewritten_history": "keep",
     }
     assert "reward" not in found["models"] and not {"functions", "remote_urls"} & found["reward"].keys()
 
