@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Literal
 
 from hybrid_rl.config import ConfigError
@@ -98,6 +99,7 @@ class EnvironmentProcess:
         self._waiting = deque[Call]()
         self._running: dict[int, tuple[Call, float]] = {}  # number -> call and its deadline
         self._unread = set[int]()  # numbers of calls whose conversation has ended
+        self._blocked_by: int | None = None  # number of the asynchronous call that does not give way to others
         self._start_deadline = time.monotonic() + START_TIMEOUT_S
         self._has_warned = False
         self._end_reason = ""  # why the process was killed
@@ -207,6 +209,7 @@ class EnvironmentProcess:
         self._process.process_id = message.get("process_id", self.process_id)
         if "is_async" in message:
             self._is_ready, self._is_async = True, message["is_async"]
+        self._blocked_by = message.get("blocked_by", self._blocked_by)
         if "call" not in message:
             return []
         call, _ = self._running.pop(message["call"])
@@ -230,17 +233,18 @@ class EnvironmentProcess:
         if not self._is_ready:
             return self._lose(f"took longer than {START_TIMEOUT_S:g} s" + self._process.stopped_note)
         now, stopped = time.monotonic(), self._process.stopped_note
-        failure = f"took longer than environment.timeout_s = {self._settings.timeout_s:g}{stopped}"
+        failure = f"took longer than environment.timeout_s = {self._settings.timeout_s:g}"
         if stopped:
-            return self._lose(failure)
-        late = sorted((deadline, call.number, call) for call, deadline in self._running.values() if deadline <= now)
-        first = late[0][2]
-        if first.number in self._unread:  # nobody waits for it, and it has made the others wait
-            name = "close()" if first.kind == "end" else f"{first.kind}()"
+            return self._lose(failure + stopped)
+        late = [call for call, deadline in sorted(self._running.values(), key=itemgetter(1)) if deadline <= now]
+        blocking = self._running.get(-1 if self._blocked_by is None else self._blocked_by)
+        late = late if blocking is None else [blocking[0]]
+        if late[0].number in self._unread:  # nobody waits for it, and it has made the others wait
+            name = "close()" if late[0].kind == "end" else f"{late[0].kind}()"
             return self._lose(f"was killed, because {name} of an ended conversation {failure}")
         if self._is_async:
             failure += " and kept the event loop of its process to itself"
-        failed = sorted({call.key for _, number, call in late if number not in self._unread})
+        failed = sorted({call.key for call in late if call.number not in self._unread})
         self.keys -= set(failed)
         answers = [Answer(key=key, failure=failure) for key in failed]
         return answers + self._lose("was killed, because another conversation's call " + failure)

@@ -3,7 +3,8 @@
 The pool's messages are those of hybrid_rl.serialization: first the settings, then one call each, see `Conversations`.
 Messages to the pool are JSON, so that the pool runs no code of the user by reading them: `{"process_id": number}`, then
 `{"errors": [message]}` or `{"is_async": bool}`, then for each call `{"call": number, "seconds": duration}` with a
-`result` or a `failure`.
+`result` or a `failure`. `{"blocked_by": number}` names the asynchronous call that does not give way to others;
+null means that there is none any more.
 
 Calls that are not asynchronous run on the main thread, one after the other; asynchronous ones run on an event loop of
 their own, at the same time. The pool kills this process where a call of the first kind exceeds its time limit. The end
@@ -32,6 +33,9 @@ from hybrid_rl.rewards.supervised import END_TIMEOUT_S
 from hybrid_rl.rewards.supervisor import run_worker
 from hybrid_rl.serialization import decode
 
+BLOCKED_S = 0.5
+"""Time for which an asynchronous call may keep the event loop to itself before the pool is told."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
@@ -59,6 +63,7 @@ class Conversations:
         self._process_id = os.getpid()
         self._open: dict[int, Environment] = {}
         self._sending = threading.Lock()
+        self._tasks: dict[asyncio.Task[Any] | None, _Call] = {}  # of asynchronous calls
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def call(self, number: int, kind: str, key: int, argument: Any) -> None:
@@ -112,7 +117,8 @@ class Conversations:
             return self._close(key)
 
     async def _finish(self, call: _Call, result: Awaitable[Any]) -> None:
-        limit = asyncio.timeout(self._timeout_s)
+        limit, task = asyncio.timeout(self._timeout_s), asyncio.current_task()
+        self._tasks[task] = call
         try:
             async with limit:
                 found = await result
@@ -122,6 +128,8 @@ class Conversations:
             else:
                 self._fail(call, error)
             return
+        finally:
+            del self._tasks[task]
         self._answer(call, found)
 
     def _answer(self, call: _Call, result: object) -> None:
@@ -140,7 +148,9 @@ class Conversations:
         self._send(call, failure=str(error) if is_whole else describe(error, self._made.path))
 
     def _send(self, call: _Call, **content: Any) -> None:
-        message = {"call": call.number, "seconds": time.monotonic() - call.started, **content}
+        self._report({"call": call.number, "seconds": time.monotonic() - call.started, **content})
+
+    def _report(self, message: dict[str, Any]) -> None:
         with self._sending:
             send_message(self._connection, json.dumps(message).encode())
 
@@ -148,7 +158,20 @@ class Conversations:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
+            threading.Thread(target=self._watch, args=[self._loop], name="watch", daemon=True).start()
         return self._loop
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Tell the pool which call keeps the event loop to itself, so that it can tell the others apart."""
+        while True:
+            turn = threading.Event()
+            loop.call_soon_threadsafe(turn.set)
+            if not turn.wait(BLOCKED_S):
+                call = self._tasks.get(asyncio.current_task(loop))
+                self._report({"blocked_by": None if call is None else call.number})
+                turn.wait()
+                self._report({"blocked_by": None})
+            time.sleep(BLOCKED_S)
 
 
 async def _awaited(result: Awaitable[Any]) -> None:

@@ -73,6 +73,8 @@ class Blocking:
         return ""
 
     async def step(self, response):
+        if response == "wait":
+            await asyncio.sleep(600)
         time.sleep(600)
 
 class Babbling(Guess):
@@ -324,6 +326,7 @@ def test_a_process_that_holds_too_much_memory_is_killed_and_named(file):
 def test_an_asynchronous_method_that_blocks_is_killed_and_named(file):
     with EnvironmentPool(f"{file}:Blocking", timeout_s=1, num_workers=1) as pool:
         started(pool, 1, 2)
+        pool.step(2, "wait")  # the limit of this call is the first to pass
         pool.step(1, "")
         found = answers(pool, 2)
         assert "took longer than environment.timeout_s = 1 and kept the event loop" in str(found[1].failure)
