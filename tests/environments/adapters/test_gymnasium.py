@@ -1,6 +1,5 @@
 """Gymnasium environments, registered and of the user, as environments of conversations."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,8 +7,8 @@ import pytest
 
 from hybrid_rl.config import ConfigError
 from hybrid_rl.environments.pool import EnvironmentPool
-from hybrid_rl.environments.process import Answer
 from hybrid_rl.environments.protocol import Reset, Step
+from tests.environments.pools import next_answer
 
 FILE = '''
 import gymnasium
@@ -59,20 +58,12 @@ def lake(file: Path) -> Iterator[EnvironmentPool]:
         yield pool
 
 
-def answer(pool: EnvironmentPool) -> Answer:
-    """Return the next answer, in the time of a slow machine."""
-    end = time.monotonic() + 60
-    while not (found := pool.receive(1.0)):
-        assert time.monotonic() < end
-    return found[0]
-
-
 def steps(pool: EnvironmentPool, *turns: str) -> list[Step]:
     """Return the answers to the turns of one conversation."""
     found = []
     for turn in turns:
         pool.step(1, turn)
-        result = answer(pool).result
+        result = next_answer(pool).result
         assert isinstance(result, Step)
         found.append(result)
     return found
@@ -80,7 +71,7 @@ def steps(pool: EnvironmentPool, *turns: str) -> list[Step]:
 
 def test_a_registered_environment_is_walked_in_words(lake):
     lake.reset(1, ROW)
-    assert answer(lake).result == Reset(observation="Walk. You are in field 0.")
+    assert next_answer(lake).result == Reset(observation="Walk. You are in field 0.")
     found = steps(lake, "down", "down", "right", "right", "down", "right")
     assert [step.observation for step in found] == [f"You are in field {n}." for n in (4, 8, 9, 10, 14, 15)]
     assert [step.reward for step in found] == [0, 0, 0, 0, 0, 1] and [step.done for step in found] == [False] * 5 + [
@@ -90,7 +81,7 @@ def test_a_registered_environment_is_walked_in_words(lake):
 
 def test_a_turn_without_an_action_does_not_reach_the_environment(lake):
     lake.reset(1, ROW)
-    answer(lake)
+    next_answer(lake)
     (invalid, valid) = steps(lake, "I think", "down")
     assert invalid == Step(observation="Which way?", reward=-0.5, info={"invalid_actions": 1})
     assert valid.observation == "You are in field 4." and valid.info == {"invalid_actions": 0, "prob": 1.0}
@@ -100,14 +91,14 @@ def test_a_class_of_a_file_with_text_gets_turns_as_they_are(file):
     arguments = {"id": f"{file}:Echo", "kwargs": {"prefix": "heard "}}
     with EnvironmentPool("gymnasium", arguments=arguments, timeout_s=30, num_workers=1) as pool:
         pool.reset(1, {**ROW, "options": {"size": 2}})
-        assert answer(pool).result == Reset(observation="heard 3 {'size': 2}")
+        assert next_answer(pool).result == Reset(observation="heard 3 {'size': 2}")
         found = steps(pool, "ab", "abcdef", "abc")  # the second is longer than the space allows
         assert [step.observation for step in found] == ["heard ab", "That is not a valid action.", "heard abc"]
         assert [step.reward for step in found] == [2, 0, 3] and [step.done for step in found] == [False, False, True]
         assert found[0].info == {"invalid_actions": 0, "length": 2}
         pool.step(1, "raise")
         failure = 'step of the environment raises LookupError: no such action (world.py, line 19: raise LookupError("no'
-        assert str(answer(pool).failure).startswith(failure)
+        assert str(next_answer(pool).failure).startswith(failure)
 
 
 @pytest.mark.parametrize(

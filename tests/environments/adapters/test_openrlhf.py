@@ -1,6 +1,5 @@
 """Agent files of OpenRLHF in worker processes in which OpenRLHF is not installed."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,8 @@ import torch
 from hybrid_rl.config import ConfigError
 from hybrid_rl.environments.adapters.openrlhf import read_info, read_number
 from hybrid_rl.environments.pool import EnvironmentPool
-from hybrid_rl.environments.process import Answer
 from hybrid_rl.environments.protocol import ConversationError, Reset, Step
+from tests.environments.pools import next_answer
 
 AGENT = """
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
@@ -82,26 +81,17 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def answer(pool: EnvironmentPool) -> Answer:
-    """Return the next answer, in the time of a slow machine."""
-    end = time.monotonic() + 60
-    while not (found := pool.receive(1.0)):
-        assert time.monotonic() < end
-    assert len(found) == 1
-    return found[0]
-
-
 def test_an_agent_file_runs_as_it_is(file):
     with EnvironmentPool("openrlhf", arguments={"path": str(file)}, timeout_s=30, num_workers=1) as pool:
         pool.reset(1, {"prompt_text": "<user>2+2?<model>", "answer": {"answer": "4"}})
-        assert answer(pool).result == Reset()  # the agent leaves the prompt as it is
+        assert next_answer(pool).result == Reset()  # the agent leaves the prompt as it is
         pool.step(1, "5")
-        assert answer(pool).result == Step(
+        assert next_answer(pool).result == Step(
             observation="<user>wrong<model>", info={"num_turns": 1.0, "scores": 0.0}, is_verbatim=True
         )
         pool.step(1, "4")
         history = "<user>2+2?<model>5<user>wrong<model>"
-        assert answer(pool).result == Step(
+        assert next_answer(pool).result == Step(
             observation=history, reward=1.0, done=True, info={"num_turns": 2.0, "scores": 0.5}, is_verbatim=True
         )
 
@@ -110,9 +100,9 @@ def test_an_agent_may_write_the_prompt_and_take_another_label(file):
     arguments = {"path": str(file), "label": "about"}
     with EnvironmentPool("openrlhf", arguments=arguments, timeout_s=30, num_workers=1) as pool:
         pool.reset(1, {"prompt_text": "<user>2+2?", "about": {"answer": "4", "hint": " Think."}})
-        assert answer(pool).result == Reset(observation="<user>2+2? Think.", is_verbatim=True)
+        assert next_answer(pool).result == Reset(observation="<user>2+2? Think.", is_verbatim=True)
         pool.reset(2, {"prompt_text": "", "answer": ""})
-        assert answer(pool).failure == "environment.arguments.label = about: no column of the row"
+        assert next_answer(pool).failure == "environment.arguments.label = about: no column of the row"
 
 
 @pytest.mark.parametrize(
@@ -126,9 +116,9 @@ def test_an_agent_may_write_the_prompt_and_take_another_label(file):
 def test_a_step_that_cannot_be_used_is_named(file, turn, failure):
     with EnvironmentPool("openrlhf", arguments={"path": str(file)}, timeout_s=30, num_workers=1) as pool:
         pool.reset(1, {"prompt_text": "2+2?", "answer": {"answer": "4"}})
-        assert answer(pool).failure is None
+        assert next_answer(pool).failure is None
         pool.step(1, turn)
-        assert str(answer(pool).failure).startswith(failure)
+        assert str(next_answer(pool).failure).startswith(failure)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,13 @@
 """Environments of skyrl-gym, registered and of the user, as environments of conversations."""
 
-import time
 from pathlib import Path
 
 import pytest
 
 from hybrid_rl.config import ConfigError
 from hybrid_rl.environments.pool import EnvironmentPool
-from hybrid_rl.environments.process import Answer
 from hybrid_rl.environments.protocol import Reset, Step
+from tests.environments.pools import next_answer
 
 pytest.importorskip("skyrl_gym")
 
@@ -36,26 +35,18 @@ class Search(BaseTextEnv):
 PROMPT = [{"role": "user", "content": "1+1?"}]
 
 
-def answer(pool: EnvironmentPool) -> Answer:
-    """Return the next answer, in the time of a slow machine."""
-    end = time.monotonic() + 60
-    while not (found := pool.receive(1.0)):
-        assert time.monotonic() < end
-    return found[0]
-
-
 def test_a_registered_environment_judges_its_turns_by_the_row():
     row = {"prompt_messages": PROMPT, "reward_spec": {"ground_truth": "2"}}
     arguments = {"id": "gsm8k_multi_turn", "max_turns": 4}
     with EnvironmentPool("skyrl_gym", arguments=arguments, timeout_s=30, num_workers=1) as pool:
         pool.reset(1, row)
-        assert answer(pool).result == Reset(observation=PROMPT)
+        assert next_answer(pool).result == Reset(observation=PROMPT)
         pool.step(1, "it is #### 3")
-        wrong = answer(pool).result
+        wrong = next_answer(pool).result
         assert isinstance(wrong, Step) and wrong.reward == pytest.approx(0.2 / 4) and not wrong.done
         assert wrong.observation[0]["role"] == "user" and "#### ANSWER" in wrong.observation[0]["content"]
         pool.step(1, "it is #### 2")
-        right = answer(pool).result
+        right = next_answer(pool).result
         assert isinstance(right, Step) and right.reward == 1.0 and right.done
 
 
@@ -64,15 +55,15 @@ def test_a_class_of_a_file_gets_its_settings_and_the_row(tmp_path):
     arguments = {"id": f"{tmp_path}/search.py:Search", "env_config": {"turns": 2}}
     with EnvironmentPool("skyrl_gym", arguments=arguments, timeout_s=30, num_workers=1) as pool:
         pool.reset(1, {"prompt_messages": PROMPT, "word": "yes"})
-        assert answer(pool).result == Reset(observation=[*PROMPT, {"role": "user", "content": "Go."}])
+        assert next_answer(pool).result == Reset(observation=[*PROMPT, {"role": "user", "content": "Go."}])
         pool.step(1, "well")
         no = [{"role": "user", "content": "no"}]
-        assert answer(pool).result == Step(observation=no, info={"turns": 1})
+        assert next_answer(pool).result == Step(observation=no, info={"turns": 1})
         pool.step(1, "yes")
-        assert answer(pool).result == Step(observation=no, reward=1.0, done=True, info={"turns": 2})
+        assert next_answer(pool).result == Step(observation=no, reward=1.0, done=True, info={"turns": 2})
         pool.step(1, "raise")
         failure = "step of the environment raises LookupError: no such word (search.py, line 15: raise LookupError("
-        assert str(answer(pool).failure).startswith(failure)
+        assert str(next_answer(pool).failure).startswith(failure)
 
 
 @pytest.mark.parametrize("name, message", [("no_gym", "No registered env"), ("{file}:Other", "defines no class")])

@@ -1,14 +1,13 @@
 """Environments of verifiers, whose own loops ask the model through the endpoint, as environments of conversations."""
 
-import time
 from pathlib import Path
 
 import pytest
 
 from hybrid_rl.config import ConfigError
 from hybrid_rl.environments.pool import EnvironmentPool
-from hybrid_rl.environments.process import Answer
 from hybrid_rl.environments.protocol import Reset, Step
+from tests.environments.pools import next_answer
 
 pytest.importorskip("verifiers")
 
@@ -63,29 +62,21 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def answer(pool: EnvironmentPool) -> Answer:
-    """Return the next answer, in the time of a slow machine."""
-    end = time.monotonic() + 60
-    while not (found := pool.receive(1.0)):
-        assert time.monotonic() < end
-    return found[0]
-
-
 def test_a_loop_of_several_turns_ends_with_the_reward_of_its_rubric(file):
     arguments = {"id": f"{file}:load_environment", "kwargs": {"max_turns": 4}}
     with EnvironmentPool("verifiers", arguments=arguments, timeout_s=30, num_workers=1) as pool:
         pool.reset(1, ROW)
-        assert answer(pool).result == Reset(
+        assert next_answer(pool).result == Reset(
             observation=[{"role": "system", "content": "Add."}, *ROW["prompt_messages"]]
         )
         pool.step(1, "3")
-        assert answer(pool).result == Step(observation=[{"role": "user", "content": "not 3"}])
+        assert next_answer(pool).result == Step(observation=[{"role": "user", "content": "not 3"}])
         pool.step(1, "2")
-        found = answer(pool).result
+        found = next_answer(pool).result
         assert isinstance(found, Step) and found.done and found.reward == 1.5
         assert found.info == {"is_right": 1.0, "is_short": 1.0, "num_turns": 2.0}
         pool.reset(2, {**ROW, "info": {"fails": True}})
-        assert str(answer(pool).failure).startswith(
+        assert str(next_answer(pool).failure).startswith(
             "the agent raises Error: no game (asking.py, line 12: raise vf.Error("
         )
 
@@ -93,16 +84,16 @@ def test_a_loop_of_several_turns_ends_with_the_reward_of_its_rubric(file):
 def test_a_tool_environment_gives_its_tools_and_calls_them(file):
     with EnvironmentPool("verifiers", arguments={"id": f"{file}:load_tools"}, timeout_s=30, num_workers=1) as pool:
         pool.reset(1, ROW)
-        found = answer(pool).result
+        found = next_answer(pool).result
         assert isinstance(found, Reset) and found.tools is not None
         assert [tool["function"]["name"] for tool in found.tools] == ["add"]
         call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 1}'}}
         pool.step(1, {"role": "assistant", "content": "", "tool_calls": [call]})
-        step = answer(pool).result
+        step = next_answer(pool).result
         assert isinstance(step, Step) and not step.done
         assert [(m["role"], m["content"], m["tool_call_id"]) for m in step.observation] == [("tool", "2", "call_1")]
         pool.step(1, {"role": "assistant", "content": "2", "tool_calls": []})
-        end = answer(pool).result
+        end = next_answer(pool).result
         assert isinstance(end, Step) and end.done and end.reward == 1.0
 
 
