@@ -100,8 +100,8 @@ def _check_sources(config: Config) -> None:
         or bool(reward.functions)
         or bool(reward.remote_urls)
         or config.environment.name is not None,
-        "models.reward and environment.name are null, reward.functions and reward.remote_urls are empty: one must "
-        "score the responses",
+        "models.reward is null, reward.functions and reward.remote_urls are empty: one must score the responses, or "
+        "environment.name",
     )
     check(
         reward.weights is None or len(reward.weights) == len(reward.functions),

@@ -113,8 +113,8 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"reward.functions": []},
-        "models.reward and environment.name are null, reward.functions and reward.remote_urls are empty: one must "
-        "score the responses",
+        "models.reward is null, reward.functions and reward.remote_urls are empty: one must score the responses, or "
+        "environment.name",
     ),
     ({"reward.weights": [1.0, 2.0]}, "reward.weights has 2 values, reward.functions 1: one each"),
     ({"reward.weights": []}, "reward.weights has 0 values, reward.functions 1: one each"),
