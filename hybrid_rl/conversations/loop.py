@@ -19,8 +19,8 @@ POLL_S = 0.005
 """Longest wait for environments while the engine decodes."""
 IDLE_POLL_S = 0.1
 """Longest wait for environments while the engine has no request."""
-GATHER_S = 0.02
-"""Seconds for which first turns wait for each other, so that the engine starts with a batch of them."""
+GATHER_S = 0.01
+"""Longest time for which a request waits for others, because a message with several costs the engine less."""
 
 
 def collect_conversations(
@@ -122,7 +122,7 @@ class _Loop:
         self._numbers = itertools.count()
         self._ready: list[Request] = []
         self._in_rounds = environments.in_rounds
-        self._gather_until = time.monotonic() + GATHER_S
+        self._ready_since = 0.0
 
     @property
     def is_done(self) -> bool:
@@ -146,10 +146,9 @@ class _Loop:
     def _is_time_to_submit(self) -> bool:
         if self._in_rounds:
             return not self._asked and not self._stream.num_running
-        return not self._asked or time.monotonic() >= self._gather_until
+        return not self._asked or time.monotonic() >= self._ready_since + GATHER_S
 
     def _submit(self) -> None:
-        self._gather_until = 0.0
         self._ready.sort(key=lambda request: self._requests[request.number])
         self._stream.submit(self._ready)
         self._ready = []
@@ -195,6 +194,7 @@ class _Loop:
         if goes_on:
             number = next(self._numbers)
             self._requests[number] = key
+            self._ready_since = self._ready_since if self._ready else time.monotonic()
             self._ready.append(conversation.request(number))
         else:
             self._pool.end(key)
