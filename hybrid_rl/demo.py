@@ -28,7 +28,9 @@ from hybrid_rl.config_data import paths_in, with_paths
 from hybrid_rl.scratch import scratch_folder
 
 LETTERS = list("abcdefghijkl")
-VOCABULARY = ["<pad>", "<bos>", "<eos>", "<unk>", "sort", ":", *LETTERS]
+SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
+WORDS = ["sort", ":", *LETTERS]
+VOCABULARY = [*SPECIAL, *WORDS]
 PAD, BOS, EOS = range(3)
 MAX_RESPONSE_TOKENS = 8
 PLACEHOLDERS = ["demo:policy", "demo:reward", "demo:train", "demo:heldout"]
@@ -88,9 +90,9 @@ Pair = tuple[Example, list[int]]
 """An example and the token ids of a response to it; in pairs for the reward model, a wrong response."""
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per word, which adds BOS."""
-    vocabulary = {token: i for i, token in enumerate(VOCABULARY)}
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *words])}
     backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
@@ -164,16 +166,18 @@ def greedy_accuracy(policy: LlamaForCausalLM, examples: Sequence[Example]) -> fl
     return float(((logits.argmax(-1) == targets) | ~is_answer).all(dim=1).float().mean())
 
 
-def llama_config(settings: DemoSettings, **changes: Any) -> LlamaConfig:
-    """Return the config of both models."""
+def llama_config(
+    settings: DemoSettings, *, vocab_size: int = len(VOCABULARY), max_tokens: int = 64, **changes: Any
+) -> LlamaConfig:
+    """Return the config of a model."""
     return LlamaConfig(
-        vocab_size=len(VOCABULARY),
+        vocab_size=vocab_size,
         hidden_size=settings.hidden_size,
         intermediate_size=settings.intermediate_size,
         num_hidden_layers=settings.num_layers,
         num_attention_heads=settings.hidden_size // settings.head_dim,
         head_dim=settings.head_dim,
-        max_position_embeddings=64,
+        max_position_embeddings=max_tokens,
         pad_token_id=PAD,
         bos_token_id=BOS,
         eos_token_id=EOS,
@@ -320,6 +324,30 @@ def reproducible(seed: int) -> Iterator[None]:
             torch.set_num_threads(num_threads)
 
 
+def build_once(cache_dir: Path, content: str, write: Callable[[Path], None], *, seed: int) -> Path:
+    """Return the folder in `cache_dir` of this content, which is written unless it exists.
+
+    Args:
+        content: everything that determines the files.
+        write: writes them into an empty folder.
+        seed: of torch while they are written.
+    """
+    folder = cache_dir / hashlib.sha256(content.encode()).hexdigest()[:16]
+    if not folder.exists():
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with scratch_folder(cache_dir) as scratch, reproducible(seed):
+            built = scratch / "built"
+            built.mkdir()
+            write(built)
+            flush_tree(built)
+            try:
+                built.rename(folder)
+            except OSError:  # another process may have built the folder in the meantime
+                if not folder.exists():
+                    raise
+    return folder
+
+
 def build_demo(cache_dir: Path, *, seed: int = 0, report: Callable[[str], None] = print) -> DemoPaths:
     """Return the files of the demo, which are built unless `cache_dir` holds them for this seed and code.
 
@@ -329,21 +357,12 @@ def build_demo(cache_dir: Path, *, seed: int = 0, report: Callable[[str], None] 
         RuntimeError: see write_demo.
     """
     settings = DemoSettings()
-    content = f"{asdict(settings)} {seed} {Path(__file__).read_text()}"
-    folder = cache_dir / hashlib.sha256(content.encode()).hexdigest()[:16]
-    if not folder.exists():
-        report(f"demo: building task and models in {folder}, about a minute")
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with scratch_folder(cache_dir) as scratch, reproducible(seed):
-            built = scratch / "demo"
-            built.mkdir()
-            write_demo(built, settings, seed, report)
-            flush_tree(built)
-            try:
-                built.rename(folder)
-            except OSError:  # another process may have built the folder in the meantime
-                if not folder.exists():
-                    raise
+
+    def write(folder: Path) -> None:
+        report(f"demo: building task and models in {cache_dir}, about a minute")
+        write_demo(folder, settings, seed, report)
+
+    folder = build_once(cache_dir, f"{asdict(settings)} {seed} {Path(__file__).read_text()}", write, seed=seed)
     policy, reward, train, heldout = (folder / n for n in ("policy", "reward", "train.jsonl", "heldout.jsonl"))
     accuracies = json.loads((folder / "accuracy.json").read_text())
     return DemoPaths(policy=policy, reward=reward, train=train, heldout=heldout, **accuracies)

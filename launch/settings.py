@@ -143,13 +143,14 @@ def prepare(config: Config) -> Config:
 
 
 def with_demo(config: Config) -> Config:
-    """Return the settings with paths in place of the names of the demo's models and data, which are built if needed."""
+    """Return the settings with paths in place of the names of files of the demo and the examples, built if needed."""
     from transformers.utils.logging import disable_progress_bar  # imported here, so that --help need not wait
 
     from hybrid_rl.demo import resolve_demo
+    from hybrid_rl.examples.building import resolve_examples
 
     disable_progress_bar()  # of the demo's models, which are saved and loaded in a moment
-    return resolve_demo(config)
+    return resolve_examples(resolve_demo(config))
 
 
 def print_error(error: object) -> None:

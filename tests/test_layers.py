@@ -75,6 +75,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "demo": {"config", "config_data", "atomic", "scratch"},
     "scratch": set(),
+    "examples": {"config", "demo", "environments"},
 }
 """Room (or module of the spine) -> the rooms that it may import besides itself."""
 ROOMS |= {name: {*ROOMS, *SPINE} for name in SPINE}

@@ -1,0 +1,123 @@
+"""The examples: their environments are played by hand, and a policy learns one of them."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hybrid_rl.config import Config
+from hybrid_rl.demo import EOS
+from hybrid_rl.environments.protocol import check_reset, check_step
+from hybrid_rl.examples.building import FOLDER, resolve_examples
+from hybrid_rl.examples.calculator import Calculator
+from hybrid_rl.examples.guessing import Guessing
+from hybrid_rl.examples.transcripts import EXAMPLES, NUM_GUESSES
+from hybrid_rl.validate import validate
+from launch.settings import make_parser, read_settings
+from tests.programs import ROOT
+
+NAMES = ["guessing", "calculator", "gridworld"]
+
+
+def settings_of(name: str) -> Config:
+    return read_settings(make_parser("test", None), ["--config", str(ROOT / "launch" / "configs" / f"{name}.yaml")])[0]
+
+
+def refuse(line: str) -> None:
+    raise AssertionError(line)
+
+
+def call(a: object, b: object) -> dict:
+    function = {"name": "multiply", "arguments": f'{{"a": {a}, "b": {b}}}'}
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+
+
+def test_the_guessing_game_says_where_the_secret_number_is():
+    game = Guessing()
+    assert game.reset({"answer": "7"}) is None
+    assert game.step(" 5 ") == ("higher", 0.0, False, {})
+    assert game.step("think 12") == ("lower", 0.0, False, {})
+    assert game.step("7 ?")[1:3] == (0.0, False)
+    assert game.step("7")[1:3] == (1.0, True)
+
+
+def test_a_product_is_answered_with_the_result_of_the_calculator():
+    question = Calculator()
+    prompt = [{"role": "user", "content": "12*34"}]
+    reset = check_reset(question.reset({"prompt_messages": prompt, "answer": "408"}))
+    assert reset.observation == prompt and [tool["function"]["name"] for tool in reset.tools or []] == ["multiply"]
+    step = check_step(question.step(call(12, 34)))
+    assert [message["content"] for message in step.observation] == ["408"] and not step.done
+    assert step.info == {"num_tool_calls": 1, "num_failed_tool_calls": 0}
+    last = check_step(question.step({"role": "assistant", "content": "408", "tool_calls": []}))
+    assert (last.reward, last.done) == (1.0, True)
+
+
+def test_a_wrong_product_and_a_call_that_fails_have_no_reward():
+    question = Calculator()
+    question.reset({"prompt_messages": [{"role": "user", "content": "12*34"}], "answer": "408"})
+    step = check_step(question.step(call(12, '"x"')))
+    assert step.info["num_failed_tool_calls"] == 1 and step.observation[0]["content"].startswith("error: ")
+    assert check_step(question.step({"role": "assistant", "content": "40"})).reward == 0.0
+
+
+def test_the_grid_world_is_solved_by_walking_to_the_goal():
+    pytest.importorskip("gymnasium")
+    from hybrid_rl.examples.gridworld import GridWorld
+
+    world = GridWorld(size=3)
+    text, _ = world.reset(seed=1)
+    row, column, goal_row, goal_column = map(int, text.replace("goal", "").split())
+    moves = ["down" if goal_row > row else "up"] * abs(goal_row - row)
+    moves += ["right" if goal_column > column else "left"] * abs(goal_column - column)
+    rewards = [world.step(move)[1:3] for move in moves]
+    assert rewards == [(0.0, False)] * (len(moves) - 1) + [(1.0, True)]
+
+
+def test_a_wall_and_a_word_that_is_no_move_leave_the_player_where_it_is():
+    pytest.importorskip("gymnasium")
+    from hybrid_rl.examples.gridworld import GridWorld
+
+    world = GridWorld(size=2)
+    world.reset(seed=0)
+    world.step("up")  # one of two rows: at the wall
+    way = world.way.tolist()
+    for move in ("up", "fly"):
+        world.step(move)
+        assert world.way.tolist() == way
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_settings_of_an_example_are_valid_and_name_its_environment(name):
+    config = validate(settings_of(name))
+    assert config.is_judged_by_environment and config.rollout.engine == "vllm"
+    plain = replace(
+        config, models=replace(config.models, actor="m"), prompts=replace(config.prompts, path="p", eval_path=None)
+    )
+    environment = resolve_examples(plain, refuse).environment
+    file = f"{FOLDER / name}.py:{EXAMPLES[name].class_name}"
+    assert file in (environment.name, environment.arguments.get("id")) and Path(file.split(":")[0]).exists()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transcripts_have_the_whole_turns_of_the_policy_and_fit_in_the_settings(name):
+    if name == "gridworld":
+        pytest.importorskip("gymnasium")
+    config, tokenizer, rng = settings_of(name), EXAMPLES[name].make_tokenizer(), random.Random(0)
+    for _ in range(50):
+        row, (ids, is_sampled) = EXAMPLES[name].make_transcript(tokenizer, rng)
+        assert tokenizer.unk_token_id not in [*ids, *tokenizer(row["prompt"])["input_ids"]]
+        start = is_sampled.index(True)
+        assert start <= config.prompts.max_prompt_tokens and len(ids) - start < config.rollout.max_response_tokens
+        ends = [i for i, sampled in enumerate(is_sampled) if sampled and not any(is_sampled[i + 1 : i + 2])]
+        assert all(ids[i] == EOS for i in ends) and 1 <= len(ends) <= config.environment.max_turns
+
+
+def test_other_settings_stay_as_they_are():
+    config = Config()
+    assert resolve_examples(config, refuse) == config
+
+
+def test_guesses_are_as_many_as_the_settings_allow():
+    assert settings_of("guessing").environment.max_turns == NUM_GUESSES
