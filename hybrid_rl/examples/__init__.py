@@ -1,1 +1,1 @@
-"""Three conversations that a tiny policy learns on a CPU in minutes; each environment is a file as users write it."""
+"""Two conversations that a tiny policy learns on a CPU in minutes; each environment is a file as users write it."""

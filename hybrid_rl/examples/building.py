@@ -14,7 +14,6 @@ from transformers import LlamaForCausalLM
 from hybrid_rl import demo
 from hybrid_rl.config import Config
 from hybrid_rl.demo import DemoSettings, batches, build_once, cache_dir, fit, llama_config, padded
-from hybrid_rl.environments.loading import check_name
 from hybrid_rl.examples.transcripts import EXAMPLES, Transcript
 
 FOLDER = Path(__file__).parent
@@ -53,11 +52,7 @@ def build_example(name: str, cache_dir: Path, *, seed: int = 0, report: Callable
 
     Args:
         report: is called with a line before a build.
-    Raises:
-        ConfigError: the example needs a package that is not installed.
     """
-    if name == "gridworld":
-        check_name("gymnasium")
 
     def write(folder: Path) -> None:
         report(f"{name}: building policy and data in {cache_dir}, about a minute")
@@ -83,7 +78,6 @@ def resolve_examples(config: Config, report: Callable[[str], None] = print) -> C
         return value
 
     prompts = replace(config.prompts, path=resolve(config.prompts.path), eval_path=resolve(config.prompts.eval_path))
-    arguments = {key: resolve(value) for key, value in settings.arguments.items()}
-    environment = replace(settings, name=resolve(settings.name), arguments=arguments)
+    environment = replace(settings, name=resolve(settings.name))
     models = replace(config.models, actor=resolve(config.models.actor))
     return replace(config, models=models, prompts=prompts, environment=environment)

@@ -26,12 +26,9 @@ Row = dict[str, str]
 
 SKILLED_GAMES = 0.1
 """Fraction of the guessing games whose player thinks before each guess, and halves the numbers that are possible."""
-SKILLED_MOVES = 0.08
-"""Fraction of the moves in the grid world before which the player thinks, and that lead to the goal."""
 NUMBERS = range(1, 25)
 """Secret numbers of the guessing game."""
 NUM_GUESSES = 5
-NUM_MOVES = 8
 FACTORS = range(11, 100)
 """Factors of the products."""
 CALLED = 0.15
@@ -85,20 +82,6 @@ def play_guessing(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tup
         if is_skilled:
             possible = [n for n in possible if (n > guess if observation == "higher" else n < guess)]
     return row, encode(tokenizer, row["prompt"], turns)
-
-
-def play_gridworld(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[Row, Transcript]:
-    """Return a row of the grid world, and an episode."""
-    from hybrid_rl.examples.gridworld import MOVES, GridWorld  # imports gymnasium, which need not be installed
-
-    world, turns, is_over = GridWorld(), list[tuple[str, str]](), False
-    start, _ = world.reset(seed=rng.getrandbits(31))
-    while not is_over and len(turns) < NUM_MOVES:
-        ways = [move for move, change in MOVES.items() if change @ world.way > 0]
-        move = f"think {ways[0]}" if rng.random() < SKILLED_MOVES else rng.choice(list(MOVES))
-        observation, _, is_over, _, _ = world.step(move)
-        turns.append((move, observation))
-    return {"prompt": "walk"}, encode(tokenizer, start, turns)
 
 
 def play_calculator(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[Row, Transcript]:
@@ -169,13 +152,6 @@ EXAMPLES = {
         make_transcript=play_calculator,
         batch_size=96,
         num_steps=400,
-    ),
-    "gridworld": Example(
-        class_name="GridWorld",
-        make_tokenizer=partial(make_tokenizer, ["walk", "goal", "think", *"0123456789", "up", "down", "left", "right"]),
-        make_transcript=play_gridworld,
-        batch_size=64,
-        num_steps=250,
     ),
 }
 """Name of an example, also of its file and its settings -> what its policy is built from."""
