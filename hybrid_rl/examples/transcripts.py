@@ -143,8 +143,8 @@ EXAMPLES = {
             make_tokenizer, ["guess", ":", "think", "higher", "lower", "right", "number", "?", *map(str, NUMBERS)]
         ),
         make_transcript=play_guessing,
-        batch_size=192,
-        num_steps=150,
+        batch_size=128,
+        num_steps=400,
     ),
     "calculator": Example(
         class_name="Calculator",
