@@ -237,7 +237,11 @@ def test_chat_ends_where_the_response_begins():
     tokenizer = make_tokenizer(adds_bos=False, template=TEMPLATE)
     wrapped = encode_prompt(tokenizer, {"prompt": "say 7"}, PromptsConfig(chat=True))
     messages = encode_prompt(tokenizer, {"prompt": CHAT}, PromptsConfig())
-    assert replace(wrapped, messages=CHAT) == messages and wrapped.text == "[user] say 7 [assistant]"
+    assert (
+        replace(wrapped, messages=CHAT, user_text=None) == messages
+        and wrapped.user_text == "say 7"
+        and wrapped.text == "[user] say 7 [assistant]"
+    )
     assert messages.token_ids == tokenizer(wrapped.text)["input_ids"]
     with_system = encode_prompt(tokenizer, {"prompt": CHAT}, PromptsConfig(system_message="be brief"))
     assert with_system.text == "[system] be brief [user] say 7 [assistant]"

@@ -6,7 +6,9 @@ import pytest
 def test_the_command_prints_one_line_per_mistake_and_a_start_prints_the_same(run_forked, make_config, tmp_path):
     config = make_config(tmp_path)
     missing = str(tmp_path / "missing.jsonl")
-    arguments = [f"--models.actor={config.models.actor}", f"--run.dir={tmp_path}", f"--prompts.path={missing}"]
+    models, prompts = config.models, config.prompts  # without the demo, which is built at its first use
+    arguments = [f"--models.actor={models.actor}", f"--models.reward={models.reward}", f"--run.dir={tmp_path}"]
+    arguments += [f"--prompts.path={missing}", f"--prompts.eval_path={prompts.eval_path}"]
     arguments += ["--update.mini_batch_size=7"]
     sentences = run_forked("launch/colocated.py", "check", *arguments).error_sentences()
     assert any("update.mini_batch_size = 7" in sentence for sentence in sentences)

@@ -14,12 +14,14 @@ from transformers import AutoModelForCausalLM
 from hybrid_rl.batch import Rollout, TrainBatch
 from hybrid_rl.config import Config, ConfigError
 from hybrid_rl.engines.vllm.engine import VllmEngine
+from hybrid_rl.examples.transcripts import EXAMPLES
 from hybrid_rl.monitoring.recorder import Recorder
 from hybrid_rl.validate import validate
 from launch.colocated import parse
 
 CONFIGS = Path(__file__).parents[2] / "launch" / "configs"
-RECIPES = sorted(p.stem for p in CONFIGS.glob("*.yaml") if p.stem != "demo" and not p.stem.startswith("smollm2"))
+OTHERS = {"demo", *EXAMPLES}
+RECIPES = sorted(p.stem for p in CONFIGS.glob("*.yaml") if p.stem not in OTHERS and not p.stem.startswith("smollm2"))
 # An untrained model is never right; this splits the responses of nearly every group.
 RULE = "def rule(prompt, response):\n    return float(sum(map(response.count, '02468ace')) % 2)\n"
 
