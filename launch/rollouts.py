@@ -21,7 +21,7 @@ def rollouts(arguments: list[str], program: str) -> bool:
         True.
 
     Raises:
-        ConfigError: the folder has no rollouts, or not those of the step or prompt.
+        ConfigError: the folder has no rollouts, or none of the step or prompt.
     """
     parser = ArgumentParser(
         prog=program,

@@ -58,7 +58,7 @@ class ChatRequest:
     """Settings of IGNORED that the request gives."""
 
     def is_repeat_of(self, other: "ChatRequest") -> bool:
-        """Return whether the messages and tools are those of another request."""
+        """Return whether another request has the same messages and tools."""
         return self.messages == other.messages and self.tools == other.tools
 
 
@@ -138,7 +138,7 @@ def added_messages(before: ChatRequest, answer: Message, request: ChatRequest) -
         RefusedRequestError: the request changes or drops what the model has read or written, or adds nothing.
     """
     if request.tools != before.tools:
-        raise RefusedRequestError("the tools differ from those of the first request: they must stay the same")
+        raise RefusedRequestError("the tools are not the tools of the first request: they must stay the same")
     number = len(before.messages)
     for index, old in enumerate(before.messages):
         if index >= len(request.messages):

@@ -112,7 +112,7 @@ def make_tool(function: Callable[..., Any], name: str, folder: RewardFolder | No
         parameters = arguments.model_json_schema(schema_generator=_Schema)
     except ConfigError:
         raise
-    except Exception as error:  # among them those of type hints, which name modules of the user
+    except Exception as error:  # type hints may name modules of the user, which fail
         raise ConfigError(
             f"{where}: the types of its parameters must be types that JSON can express: {describe(error, None)}"
         ) from error

@@ -167,7 +167,7 @@ async def _connect(url: str) -> AsyncIterator[Any]:
     from mcp import Client
     from mcp.client.streamable_http import streamable_http_client
 
-    # The limit of a call is that of the environment. A proxy of the environment is not for loopback.
+    # The environment limits the time of a call. Proxies of the environment variables are not for loopback.
     timeout = httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S)
     async with (
         httpx2.AsyncClient(timeout=timeout, trust_env=False) as http_client,

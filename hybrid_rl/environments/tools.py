@@ -72,7 +72,7 @@ class ToolEnvironment:
     """
 
     tools: ClassVar[Sequence[ToolSource]] = ()
-    """Tools of a subclass, besides those of the settings."""
+    """Tools of a subclass, in addition to environment.tools."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ from hybrid_rl.rewards.supervisor import run_worker
 from hybrid_rl.serialization import decode
 
 BLOCKED_S = 0.5
-"""Time for which an asynchronous call may keep the event loop to itself before the pool is told."""
+"""Time for which an asynchronous call may keep the event loop to itself before the worker names it to the pool."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,7 +126,7 @@ def test_a_request_that_changes_the_conversation_is_refused_with_the_message_nam
 
 def test_tools_stay_the_same():
     later = read_request(body(messages=[*QUESTION, ANSWER, MORE], tools=[ADD]))
-    with pytest.raises(RefusedRequestError, match="the tools differ from those of the first request"):
+    with pytest.raises(RefusedRequestError, match="the tools are not the tools of the first request"):
         added_messages(read_request(body()), ANSWER, later)
 
 
