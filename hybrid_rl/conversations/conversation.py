@@ -101,18 +101,21 @@ class Conversation:
     def add_turn(self, generation: Generation) -> str | dict[str, Any]:
         """Add a sampled turn; return it as the environment gets it."""
         ids = generation.token_ids
-        before = [*self.prompt.token_ids, *self._ids]
-        has_stop_token = bool(ids) and not generation.is_truncated and ids[-1] in self._stop_token_ids
-        text = self._encoder.turn_text(before, ids, has_stop_token=has_stop_token)
+        self._is_cut = generation.is_truncated
+        text = self._text([*self.prompt.token_ids, *self._ids], ids)
         self._ids += ids
         self._logprobs += generation.logprobs
-        self._is_cut = generation.is_truncated
         self._turns.append(Turn(role=SAMPLED_ROLE, num_tokens=len(ids), text=text))
         whole = self._prefill + text
         if self._tools is None:
             return whole
         parsed = self._encoder.tool_format.parse(whole, self._tools)
         return {"role": SAMPLED_ROLE, "content": parsed.content, "tool_calls": parsed.tool_calls}
+
+    def _text(self, before: list[int], token_ids: list[int]) -> str:
+        """Return the text of tokens that end with the last turn, without its stop token."""
+        stop_token_ids = frozenset[int]() if self._is_cut else self._stop_token_ids
+        return self._encoder.turn_text(before, token_ids, stop_token_ids=stop_token_ids)
 
     def add_step(self, step: Step) -> bool:
         """Take the environment's answer to the last turn; return whether another turn follows.
@@ -176,8 +179,7 @@ class Conversation:
             "seconds": self.environment_s,
             "sampled_share": num_sampled / len(self._ids) if self._ids else 1.0,
         }
-        has_stop_token = bool(self._ids) and not self._is_cut and self._ids[-1] in self._stop_token_ids
-        text = self._encoder.turn_text(self.prompt.token_ids, self._ids, has_stop_token=has_stop_token)
+        text = self._text(self.prompt.token_ids, self._ids)
         return Rollout(
             prompt=self.prompt,
             sequence_id=self.start.sequence_id,

@@ -65,20 +65,13 @@ def collect_conversations(
     ]
     if starts and not config.seed_per_request and not is_greedy:
         engine.seed(request_seed(run_seed, step, starts[0].sequence_id))
-    sampling = Sampling(
-        temperature=config.temperature,
-        top_p=top_p,
-        max_tokens=config.max_response_tokens,
-        stop_token_ids=tuple(stop_token_ids),
-        stop_strings=tuple(config.stop_strings),
-    )
     limits = Limits(
         max_turns=environments.config.max_turns,
         max_turn_tokens=environments.config.max_turn_tokens or config.max_response_tokens,
         max_tokens=config.max_response_tokens,
     )
     run = partial(run_conversations, environments=environments, limits=limits, stop_token_ids=frozenset(stop_token_ids))
-    return engine.converse(starts, sampling, run)
+    return engine.converse(starts, Sampling.of(config, stop_token_ids, top_p=top_p), run)
 
 
 def run_conversations(

@@ -6,7 +6,7 @@ environment's observation.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from hybrid_rl.data.chat import NEXT_TURN, SENTINEL, chat_template_of, find_pref
 from hybrid_rl.data.files import Message
 from hybrid_rl.data.template import Template
 from hybrid_rl.data.tool_calls import ToolFormat
-from hybrid_rl.models.tokenizer import decode_after, encode
+from hybrid_rl.models.tokenizer import decode_response, encode
 
 CONTEXT = 8
 """Tokens before a turn with which it is decoded, because its first space depends on them."""
@@ -67,6 +67,7 @@ class TurnEncoder:
         self._tokenizer = tokenizer
         self._config = config
         self._template = template
+        self._prefills: dict[tuple[str, ...], str] = {}  # roles of an observation -> prefill of the next turn
 
     @functools.cached_property
     def tool_format(self) -> ToolFormat:
@@ -175,8 +176,10 @@ class TurnEncoder:
             "the chat template does not write a turn of the model as it is, so that the text after it cannot be told: "
             "give another template with prompts.template_path",
         )
-        prefill = find_prefill(text, history, self._render)
-        return text.split(SENTINEL)[1], prefill or ""
+        roles = tuple(message["role"] for message in messages)
+        if roles not in self._prefills:  # the template is rendered several times to find it
+            self._prefills[roles] = find_prefill(text, history, self._render) or ""
+        return text.split(SENTINEL)[1], self._prefills[roles]
 
     def _render(self, messages: Sequence[Message], is_prompt: bool) -> str:
         source = chat_template_of(self._tokenizer, self._template, "environment")
@@ -201,16 +204,12 @@ class TurnEncoder:
                 return True
         return False
 
-    def turn_text(self, before: Sequence[int], token_ids: Sequence[int], *, has_stop_token: bool) -> str:
+    def turn_text(self, before: Sequence[int], token_ids: Sequence[int], *, stop_token_ids: Collection[int]) -> str:
         """Return the text of sampled tokens, special tokens included, without the stop token that ended the turn.
 
         Args:
-            before: tokens before the turn.
+            before: tokens before the turn, of which the last CONTEXT are read.
             token_ids: tokens of the turn.
+            stop_token_ids: none for a turn that was cut.
         """
-        ids = list(token_ids[:-1] if has_stop_token else token_ids)
-        return decode_after(self._tokenizer, list(before[-CONTEXT:]), ids)
-
-    def observation_text(self, before: Sequence[int], token_ids: Sequence[int]) -> str:
-        """Return the text of an observation; see turn_text."""
-        return decode_after(self._tokenizer, list(before[-CONTEXT:]), list(token_ids))
+        return decode_response(self._tokenizer, before[-CONTEXT:], token_ids, stop_token_ids=stop_token_ids)

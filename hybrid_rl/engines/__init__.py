@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybrid_rl.batch import ConversationStart, Rollout
 from hybrid_rl.checkpoints.snapshot import Snapshot
+from hybrid_rl.config import RolloutConfig
 from hybrid_rl.weights.protocols import NamedShape, WeightReceiver
 
 ReportStage = Callable[[str, int, int | None], None]
@@ -32,6 +33,17 @@ class Sampling:
     """A sampled token among these ends the response and is kept in it."""
     stop_strings: tuple[str, ...] = ()
     """A token that completes one of these in the text, special tokens included, ends the response and is kept in it."""
+
+    @classmethod
+    def of(cls, config: RolloutConfig, stop_token_ids: Sequence[int], *, top_p: float = 1.0) -> "Sampling":
+        """Return the sampling parameters of the settings."""
+        return cls(
+            temperature=config.temperature,
+            top_p=top_p,
+            max_tokens=config.max_response_tokens,
+            stop_token_ids=tuple(stop_token_ids),
+            stop_strings=tuple(config.stop_strings),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

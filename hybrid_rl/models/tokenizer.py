@@ -1,6 +1,7 @@
 """Tokenizers of model folders: token ids of texts, texts of token ids, and the ids that end a response."""
 
 import json
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,25 @@ def decode_after(tokenizer: PreTrainedTokenizerBase, before: list[int], token_id
     start, text = _decode(tokenizer, before), _decode(tokenizer, before + token_ids)
     # An incomplete character of byte tokens also garbles a character of byte tokens directly before it.
     return text[len(start) :] if text.startswith(start) else _decode(tokenizer, token_ids)
+
+
+def decode_response(
+    tokenizer: PreTrainedTokenizerBase,
+    before: Sequence[int],
+    token_ids: Sequence[int],
+    *,
+    stop_token_ids: Collection[int],
+) -> str:
+    """Return the text of sampled tokens without the stop token at their end, if there is one; see decode_after.
+
+    Args:
+        before: tokens before them.
+        stop_token_ids: none for tokens that a limit has ended.
+    """
+    ids = list(token_ids)
+    if ids and ids[-1] in stop_token_ids:
+        del ids[-1]
+    return decode_after(tokenizer, list(before), ids)
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:

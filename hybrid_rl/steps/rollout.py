@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rl.batch import Prompt, Rollout
 from hybrid_rl.config import RolloutConfig
 from hybrid_rl.engines import Generation, RolloutEngine, Sampling
-from hybrid_rl.models.tokenizer import decode_after
+from hybrid_rl.models.tokenizer import decode_response
 from hybrid_rl.seeds import request_seed
 
 
@@ -31,7 +31,7 @@ def collect_rollouts(
         run_seed, step: determine the samples; the same for any number of ranks if rollout.seed_per_request.
         top_p:          see Sampling; below 1 the log-probs are not the policy's.
     """
-    sampling = replace(_sampling(config, config.temperature, stop_token_ids), top_p=top_p)
+    sampling = Sampling.of(config, stop_token_ids, top_p=top_p)
     repeated = [prompt for prompt in prompts for _ in range(config.group_size)]
     sequence_ids = [p.prompt_id * config.group_size + k for p in prompts for k in range(config.group_size)]
     seeds = [request_seed(run_seed, step, i) for i in sequence_ids] if config.seed_per_request else None
@@ -50,18 +50,9 @@ def generate_greedy(
     stop_token_ids: Sequence[int],
 ) -> list[Rollout]:
     """Return the greedy response to each prompt, without log-probs; see `collect_rollouts` for the arguments."""
-    sampling = _sampling(config, 0.0, stop_token_ids)
+    sampling = Sampling.of(replace(config, temperature=0.0), stop_token_ids)
     generations = engine.generate([p.token_ids for p in prompts], sampling, None)
     return _rollouts(prompts, [p.prompt_id for p in prompts], generations, tokenizer, stop_token_ids)
-
-
-def _sampling(config: RolloutConfig, temperature: float, stop_token_ids: Sequence[int]) -> Sampling:
-    return Sampling(
-        temperature=temperature,
-        max_tokens=config.max_response_tokens,
-        stop_token_ids=tuple(stop_token_ids),
-        stop_strings=tuple(config.stop_strings),
-    )
 
 
 def _rollouts(
@@ -92,7 +83,9 @@ def judged_text(
     It is the prompt's prefill and every sampled token, special tokens included, except the stop token that ended the
     response; a stop string stays. Prompt and text together are the text of the whole sequence.
     """
-    token_ids = generation.token_ids
-    if token_ids and not generation.is_truncated and token_ids[-1] in stop_token_ids:
-        token_ids = token_ids[:-1]
-    return prompt.prefill + decode_after(tokenizer, prompt.token_ids, token_ids)
+    return prompt.prefill + decode_response(
+        tokenizer,
+        prompt.token_ids,
+        generation.token_ids,
+        stop_token_ids=() if generation.is_truncated else stop_token_ids,
+    )
