@@ -28,6 +28,8 @@ from hybrid_rl.batch import Packed, Prompt, Rollout, Turn, make_train_batch, pac
 from hybrid_rl.config import Config, ModelsConfig, PromptsConfig, RewardConfig
 from hybrid_rl.distributed.joining import FOLDER_VARIABLE
 from hybrid_rl.engines import RolloutEngine
+from hybrid_rl.engines.huggingface import HuggingFaceEngine
+from hybrid_rl.models.loading import load_actor
 from hybrid_rl.models.packed import packed_inputs
 from hybrid_rl.weights.bucket import IpcBucket, bucket_bytes, plan_buckets
 from tests.programs import PATHS, ForkServer, running_fork_servers
@@ -181,6 +183,20 @@ def sync_weights(engine: RolloutEngine, tensors: Mapping[str, Tensor]) -> None:
         slot.view(bucket.tensor).copy_(tensors[slot.name])
     engine.load_bucket(0)
     engine.finish_sync()
+
+
+def policy_tensors(tiny: Path) -> dict[str, Tensor]:
+    """Return name -> weight of the tiny policy."""
+    module = load_actor(str(tiny / "policy"), ModelsConfig(), torch.device("cpu"))
+    return {name: parameter.detach() for name, parameter in module.model.named_parameters()}
+
+
+@pytest.fixture(scope="session")
+def hf_engine(tiny: Path) -> HuggingFaceEngine:
+    """An engine of transformers that has received the weights of the tiny policy."""
+    engine = HuggingFaceEngine(str(tiny / "policy"), dtype=torch.float32, device=torch.device("cpu"))
+    sync_weights(engine, policy_tensors(tiny))
+    return engine
 
 
 def make_rollout(

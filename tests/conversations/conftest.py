@@ -1,4 +1,4 @@
-"""An engine of transformers with a tiny model, and environments in worker processes."""
+"""Prompts for the tiny policy, and environments in worker processes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -6,35 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.batch import Prompt
-from hybrid_rl.config import EnvironmentConfig, ModelsConfig, PromptsConfig
+from hybrid_rl.config import EnvironmentConfig, PromptsConfig
 from hybrid_rl.conversations.setup import Environments
 from hybrid_rl.data.template import Template
 from hybrid_rl.data.tool_calls import ToolFormat
 from hybrid_rl.data.turns import TurnEncoder
-from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.environments.pool import EnvironmentPool
-from hybrid_rl.models.loading import load_actor
 from hybrid_rl.models.tokenizer import load_tokenizer
-from tests.conftest import sync_weights
-
-CPU = torch.device("cpu")
 
 
 def no_tools() -> ToolFormat:
     raise AssertionError("these conversations have no tools")
-
-
-@pytest.fixture(scope="session")
-def hf_engine(tiny: Path) -> HuggingFaceEngine:
-    """An engine that has received the weights of the tiny policy."""
-    engine = HuggingFaceEngine(str(tiny / "policy"), dtype=torch.float32, device=CPU)
-    tensors = {n: p.detach() for n, p in load_actor(str(tiny / "policy"), ModelsConfig(), CPU).model.named_parameters()}
-    sync_weights(engine, tensors)
-    return engine
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybrid_rl.batch import Prompt
-from hybrid_rl.config import EnvironmentConfig, ModelsConfig, PromptsConfig, RolloutConfig
+from hybrid_rl.config import EnvironmentConfig, PromptsConfig, RolloutConfig
 from hybrid_rl.conversations import loop
 from hybrid_rl.conversations.loop import collect_conversations
 from hybrid_rl.conversations.setup import Environments
@@ -19,9 +19,8 @@ from hybrid_rl.data.turns import TurnEncoder
 from hybrid_rl.engines import Sampling
 from hybrid_rl.engines.vllm.engine import VllmEngine
 from hybrid_rl.environments.pool import EnvironmentPool
-from hybrid_rl.models.loading import load_actor
 from hybrid_rl.models.tokenizer import load_tokenizer
-from tests.conftest import sync_weights
+from tests.conftest import policy_tensors, sync_weights
 
 THREE_TURNS = """
 class Counting:
@@ -110,11 +109,9 @@ def no_tools() -> ToolFormat:
 @pytest.fixture(scope="module")
 def converse(copy_engine: VllmEngine, tiny: Path, tmp_path_factory) -> Callable[..., list]:
     """Return a function that generates conversations with the tiny policy on real vLLM."""
-    cpu = torch.device("cpu")
-    tensors = {n: p.detach() for n, p in load_actor(str(tiny / "policy"), ModelsConfig(), cpu).model.named_parameters()}
     tokenizer = load_tokenizer(str(tiny / "policy"))
 
-    sync_weights(copy_engine, tensors)
+    sync_weights(copy_engine, policy_tensors(tiny))
 
     def generate(source: str, num_prompts: int, config: RolloutConfig, **settings) -> list:
         name = write(tmp_path_factory.mktemp("environment"), source)

@@ -9,26 +9,21 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_rl.batch import Prompt
-from hybrid_rl.config import ModelsConfig, RolloutConfig
+from hybrid_rl.config import RolloutConfig
 from hybrid_rl.engines import Generation
 from hybrid_rl.engines.huggingface import HuggingFaceEngine
-from hybrid_rl.models.loading import load_actor
 from hybrid_rl.models.tokenizer import load_tokenizer
 from hybrid_rl.seeds import request_seed
 from hybrid_rl.steps.rollout import collect_rollouts, generate_greedy, judged_text
-from tests.conftest import make_rollout, sync_weights
+from tests.conftest import make_rollout
 
 CPU = torch.device("cpu")
 CONFIG = RolloutConfig(engine="hf", group_size=3, max_response_tokens=6)
 
 
-@pytest.fixture(scope="module")
-def engine(tiny: Path) -> HuggingFaceEngine:
-    """An engine that has received the weights of the tiny policy."""
-    engine = HuggingFaceEngine(str(tiny / "policy"), dtype=torch.float32, device=CPU)
-    tensors = {n: p.detach() for n, p in load_actor(str(tiny / "policy"), ModelsConfig(), CPU).model.named_parameters()}
-    sync_weights(engine, tensors)
-    return engine
+@pytest.fixture
+def engine(hf_engine: HuggingFaceEngine) -> HuggingFaceEngine:
+    return hf_engine
 
 
 @pytest.fixture(scope="module")
