@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from hybrid_rl.planning.model_shape import ModelShape
 from hybrid_rl.planning.plan import Plan
 from hybrid_rl.planning.rates import Rates
-from hybrid_rl.planning.shapes import ModelShape
 from hybrid_rl.planning.workload import Workload
 
 
@@ -49,8 +49,9 @@ def prefill_seconds(work: Workload, rates: Rates) -> float:
 def decode_seconds(work: Workload, plan: Plan, rates: Rates) -> tuple[float, str]:
     """Return the seconds of all decode steps, and whether `host` or `bandwidth` limits them.
 
-    A step takes the maximum of two times: the host's work for the step and its sequences, and reading all weights and
-    the keys and values of the sequences, with half a response on average. A tensor-parallel engine decodes the
+    A step takes the maximum of two times: the host's work for the step and its sequences, and reading the weights and
+    the keys and values of the sequences, with half a response on average. Of routed experts a step reads those that
+    any of its sequences chooses. A tensor-parallel engine decodes the
     sequences of all its GPUs and reads a shard on each; communication between them is not counted.
     """
     shape, num_gpus = work.shapes.actor, work.config.rollout.tensor_parallel_size
@@ -59,7 +60,7 @@ def decode_seconds(work: Workload, plan: Plan, rates: Rates) -> tuple[float, str
     batches = -(-num_sequences // concurrent)
     token_bytes = shape.kv_bytes_per_token(work.dtype_bytes, num_gpus=num_gpus)
     cache = concurrent * (work.prompt_tokens + work.response_tokens / 2) * token_bytes
-    read = shape.num_params * work.dtype_bytes / num_gpus + cache
+    read = shape.num_read_params(concurrent) * work.dtype_bytes / num_gpus + cache
     by_memory = read / (rates.memory_bytes_per_s * rates.decode_efficiency)
     by_host = rates.host_s_per_step + concurrent * rates.host_s_per_sequence
     seconds = batches * work.response_tokens * max(by_memory, by_host)

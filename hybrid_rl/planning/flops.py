@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hybrid_rl.planning.shapes import ModelShape, Shapes
+from hybrid_rl.planning.model_shape import ModelShape
+from hybrid_rl.planning.shapes import Shapes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ them with the peaks of real engines on one and on two ranks.
 from dataclasses import dataclass
 
 from hybrid_rl.config import OptimizerConfig
-from hybrid_rl.planning.shapes import ModelShape
+from hybrid_rl.planning.model_shape import ModelShape
 from hybrid_rl_kernels.reference import CHUNK_ROWS
 
 BUCKET_ELEMENTS = 50_000_000

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from hybrid_rl.memory.residency import ALL_PHASES, RESIDENCY, ROLLOUT
 from hybrid_rl.planning.footprint import Footprint
+from hybrid_rl.planning.model_shape import ModelShape
 from hybrid_rl.planning.plan import Allocation, Moment
-from hybrid_rl.planning.shapes import ModelShape
 from hybrid_rl.planning.training_memory import trained_footprint
 from hybrid_rl.planning.workload import Workload
 

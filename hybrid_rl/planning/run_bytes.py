@@ -1,8 +1,9 @@
 """Bytes that a run writes to its folder, and that it takes of the node's memory."""
 
 from hybrid_rl.config import Config
+from hybrid_rl.planning.model_shape import ModelShape
 from hybrid_rl.planning.plan import Plan
-from hybrid_rl.planning.shapes import ModelShape, Shapes
+from hybrid_rl.planning.shapes import Shapes
 
 
 def checkpoint_bytes(config: Config, shapes: Shapes, *, dtype_bytes: int) -> int:

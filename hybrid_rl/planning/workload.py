@@ -1,6 +1,6 @@
 """The size of a step on one rank, with every prompt and every response at its full length."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -8,7 +8,7 @@ from hybrid_rl.config import Config, UpdateConfig
 from hybrid_rl.models.attention import uses_varlen
 from hybrid_rl.planning.plan import Machine
 from hybrid_rl.planning.shapes import Shapes
-from hybrid_rl.weights.layout import why_not_alias
+from hybrid_rl.weights.choice import SyncChoice, choose_sync
 from hybrid_rl.weights.protocols import NamedShape
 
 
@@ -91,10 +91,15 @@ class Workload:
     @property
     def aliases_weights(self) -> bool:
         """Whether the engine's parameters are views of the trainer's, so that they exist once."""
-        if self.config.sync.mode == "copy" or self.config.rollout.engine != "vllm":
-            return False
-        architecture = self.shapes.actor.architecture
-        return why_not_alias(self.config, architecture=architecture, tensors=self.actor_tensors) is None
+        return self.config.rollout.engine == "vllm" and not self.sync.why_copies
+
+    @property
+    def sync(self) -> SyncChoice:
+        """How the engine gets the trainer's weights; where the settings forbid it, as with sync.mode = auto."""
+        config = self.config
+        if config.sync.mode == "alias":
+            config = replace(config, sync=replace(config.sync, mode="auto"))
+        return choose_sync(config, architecture=self.shapes.actor.architecture, tensors=self.actor_tensors)
 
 
 def forward_tokens(update: UpdateConfig, *, is_varlen: bool) -> int:

@@ -6,7 +6,8 @@ import pytest
 from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3NextConfig
 
 from hybrid_rl.planning.flops import Flops
-from hybrid_rl.planning.shapes import ModelShape, Shapes, read_shape
+from hybrid_rl.planning.model_shape import ModelShape
+from hybrid_rl.planning.shapes import Shapes, read_shape
 
 SIZES = {
     "vocab_size": 100,
@@ -75,7 +76,7 @@ def test_generation_reads_the_prompt_of_a_group_once(flops):
 @pytest.mark.parametrize(
     "config, is_known",
     [
-        (MixtralConfig(**SIZES, num_local_experts=4), False),
+        (MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2), True),
         (Qwen3NextConfig(**SIZES, head_dim=4, num_experts=0, num_experts_per_tok=1), False),  # linear attention
         (MistralConfig(**SIZES, sliding_window=16), True),
         (MistralConfig(**SIZES, sliding_window=11), False),

@@ -24,7 +24,8 @@ from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
 from hybrid_rl.models.loading import load_actor
 from hybrid_rl.planning import footprint as formulas
 from hybrid_rl.planning.footprint import Sharding, engine_footprint, head_bytes
-from hybrid_rl.planning.shapes import ModelShape, read_shape
+from hybrid_rl.planning.model_shape import ModelShape
+from hybrid_rl.planning.shapes import read_shape
 from hybrid_rl.planning.workload import tokens_per_rank
 from hybrid_rl_kernels.reference import fused_logprobs
 
@@ -41,10 +42,12 @@ SHAPE = ModelShape(
     hidden_size=8,
     intermediate_size=16,
     query_size=8,
+    output_size=8,
     num_heads=1,
     key_size=8,
     vocab_size=8,
     is_gated=True,
+    norm_size=16,
 )
 CASES = [(stage, dtype) for dtype in ("bfloat16", "float32") for stage in range(4) if (stage, dtype) != (0, "bfloat16")]
 ON_HOST = (2, "bfloat16", "cpu_adam")

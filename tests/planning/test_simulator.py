@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from transformers import Qwen2Config
+from transformers import Qwen2Config, Qwen3MoeConfig
 
 from hybrid_rl.config import (
     AdvantageConfig,
@@ -86,6 +86,29 @@ def test_decode_is_bound_by_the_slower_of_host_and_memory(config):
     read = 2 * 1_543_714_304 + 512 * (256 + 256) * 28_672
     assert fast.decode_bound == "bandwidth"
     assert fast.phases["rollout: decode"] == pytest.approx(512 * read / (0.4 * 4.21e12))
+
+
+def test_a_decode_step_reads_the_experts_that_its_sequences_choose(config, tmp_path):
+    """One layer of 16 experts, of which a token takes one: 4 sequences leave out (15/16)^4 of them."""
+    Qwen3MoeConfig(
+        vocab_size=1000,
+        hidden_size=512,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=128,
+        moe_intermediate_size=256,
+        num_experts=16,
+        num_experts_per_tok=1,
+    ).save_pretrained(tmp_path / "experts")
+    rollout = replace(config.rollout, rollout_batch_size=4)
+    models = ModelsConfig(actor=str(tmp_path / "experts"))
+    few = replace(config, models=models, rollout=rollout, advantage=AdvantageConfig(estimator="grpo"))
+    found = step(replace(few, update=replace(few.update, mini_batch_size=4)), FLOOR)
+    experts = 16 * 3 * 512 * 256
+    others = 2 * 1000 * 512 + 2 * 512 * 512 + 2 * 512 * 128 + 16 * 512 + 3 * 512 + 2 * 128
+    read = 2 * (others + experts * (1 - (15 / 16) ** 4)) + 4 * (256 + 256) * 2 * 128 * 2
+    assert found.phases["rollout: decode"] == pytest.approx(512 * read / 3e12)
 
 
 def test_a_tensor_parallel_engine_reads_half_of_the_weights_on_each_gpu(config):
