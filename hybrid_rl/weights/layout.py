@@ -14,7 +14,21 @@ from hybrid_rl.weights.protocols import NamedShape
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers whose weights and biases vLLM fuses into one parameter, in the order of their rows."""
-KNOWN = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+KNOWN = frozenset(
+    {
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "GemmaForCausalLM",
+        "Glm4ForCausalLM",
+        "GlmForCausalLM",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Olmo2ForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+    }
+)
 """Architectures tested with vLLM, which only copies each checkpoint tensor into its rows of a parameter."""
 _VECTOR_BYTES = 16  # size of a vector load of the engine's kernels
 _BUFFER_ALIGNMENT = 256

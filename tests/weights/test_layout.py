@@ -99,7 +99,7 @@ def test_known_architectures_can_be_aliased():
             LLAMA,
             "update.deepspeed.zero_optimization.round_robin_gradients = True",
         ),
-        (Config(), "GPT2LMHeadModel", LLAMA, "GPT2LMHeadModel is not one of LlamaForCausalLM, "),
+        (Config(), "GPT2LMHeadModel", LLAMA, "GPT2LMHeadModel is not one of Gemma2ForCausalLM, "),
         (Config(), "LlamaForCausalLM", [("a", (3, 3), F32), *LLAMA], "embed would begin at byte 36"),
     ],
 )

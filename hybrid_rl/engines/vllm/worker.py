@@ -15,6 +15,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from hybrid_rl.engines.vllm.arguments import LOAD_FORMAT
 from hybrid_rl.engines.vllm.lifetime import end_with_trainer, ignore_signals_in_worker
+from hybrid_rl.engines.vllm.rotary import move_buffers
 from hybrid_rl.engines.vllm.stages import record_stages
 from hybrid_rl.weights.bucket import AliasedWeights, Slot, copy_tensors, open_ipc_bucket
 from hybrid_rl.weights.routes import Routes
@@ -59,12 +60,7 @@ class AliasLoader(BaseModelLoader):
         for slot in aliased.slots:
             model.hybrid_routes.record(slot, copies=False)
         model.hybrid_routes.alias()
-        for module in model.modules():
-            for name, tensor in module.named_buffers(recurse=False):
-                module._buffers[name] = tensor.to(device)
-            if hasattr(module, "_compute_cos_sin_cache"):  # cosines of host and GPU differ in their last bits
-                with device:
-                    module.cos_sin_cache.copy_(module._compute_cos_sin_cache())
+        move_buffers(model, device)
 
 
 class WorkerExtension:
