@@ -90,6 +90,9 @@ class ModelsConfig:
     it."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, which saves memory and costs about a third more compute."""
+    shard_frozen: Literal["auto", "true", "false"] = "auto"
+    """Shard the weights of the reference and the reward model over all ranks, each of which gathers one layer at a time
+    when it computes. auto does so where the plan with whole models does not fit."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 

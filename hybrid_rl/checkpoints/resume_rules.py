@@ -137,7 +137,11 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         **_warns("model weights are rounded otherwise", "models.dtype"),
         **_may_change("the hash of the models includes their code", "models.trust_remote_code"),
         **_may_change(
-            "no result depends on it", "models.attention", "models.fused_layers", "models.gradient_checkpointing"
+            "no result depends on it",
+            "models.attention",
+            "models.fused_layers",
+            "models.gradient_checkpointing",
+            "models.shard_frozen",
         ),
         **_refused("the checkpoint holds adapters of one shape, or whole weights", "models.lora.rank"),
         **_refused("the checkpoint's adapters have this scale", "models.lora.alpha", needs="models.lora.rank"),
