@@ -23,6 +23,7 @@ from hybrid_rl.data.sets import make_text_mixture
 from hybrid_rl.distributed import World, begin_to_end, join_world
 from hybrid_rl.engines import RolloutEngine, TrainEngine
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
+from hybrid_rl.engines.deepspeed.sharding import trained_sharder
 from hybrid_rl.engines.deepspeed.ulysses import enable_sequence_parallel
 from hybrid_rl.engines.restarts import RestartableEngine
 from hybrid_rl.engines.start import start_engine
@@ -293,8 +294,9 @@ def build_policy(setup: Setup) -> tuple[RolloutEngine, TrainEngine, WeightSync]:
 def load_policy(setup: Setup) -> PackedModel:
     """Return the actor's model, with adapters where models.lora asks for them."""
     models, field = setup.config.models, "models.actor"
+    sharder = trained_sharder(setup.config, setup.world, "actor")
     with setup.start.stage(field):
-        actor = load_actor(models.actor, models, setup.world.device, field=field, lora=models.lora)
+        actor = load_actor(models.actor, models, setup.world.device, field=field, lora=models.lora, sharder=sharder)
     return setup.parallelize(actor, models.actor, field=field)
 
 
@@ -359,8 +361,9 @@ def build_critic(setup: Setup) -> TrainEngine | None:
     if not setup.config.has_critic:
         return None
     path = models.critic or models.reward or models.actor
+    load = functools.partial(load_value_model, path, models, setup.world.device, field=field, new_head=True)
     with setup.start.stage(field):
-        module = load_value_model(path, models, setup.world.device, field=field, new_head=True, lora=models.lora)
+        module = load(lora=models.lora, sharder=trained_sharder(setup.config, setup.world, "critic"))
     critic = build_train_engine(setup, "critic", setup.parallelize(module, path, field=field))
     admit_parameters(setup, "critic", critic)
     return critic

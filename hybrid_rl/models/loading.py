@@ -12,6 +12,7 @@ from hybrid_rl.models.fused_layers import fuse_layers
 from hybrid_rl.models.heads import LogprobHead, ValueHead, logit_scaling
 from hybrid_rl.models.lora import add_adapters
 from hybrid_rl.models.packed import Actor, ValueModel
+from hybrid_rl.models.sharding import WeightSharder, gathering, reading_shards
 from hybrid_rl.models.value_heads import load_head
 from hybrid_rl.models.verification import verify_logits, verify_packing, verify_value_head
 from hybrid_rl.models.weight_files import read_tensors
@@ -49,21 +50,25 @@ def load_actor(
     *,
     field: str = "models.actor",
     lora: LoraConfig | None = None,
+    sharder: WeightSharder | None = None,
 ) -> Actor:
     """Return the causal language model of a folder, in training mode without dropout, on the device.
 
     Args:
         field: setting that names the folder, for messages.
         lora: with a rank above 0, all weights are frozen and adapters are trained instead.
+        sharder: shards the weights over the ranks while they are read; None loads the whole model on this rank.
     Raises:
         ConfigError: the model cannot be loaded, or cannot run on packed or padded sequences exactly.
     """
-    model, _ = _load(path, config, device, field=field, is_policy=True)
+    model, _ = _load(path, config, device, field=field, is_policy=True, sharder=sharder)
     head = model.get_output_embeddings()
     check(type(head) is nn.Linear, f"{field} = {path}: {no_head(model, is_policy=True)}")
     head.__class__ = LogprobHead
     head.scaling = logit_scaling(model.config)
     actor = Actor(model)
+    if sharder:
+        sharder.finish(actor)
     verify_packing(actor, config, path, field=field)
     fuse_layers(actor, config, path, field=field)
     verify_logits(actor, path, field=field)
@@ -80,6 +85,7 @@ def load_value_model(
     field: str,
     new_head: bool = False,
     lora: LoraConfig | None = None,
+    sharder: WeightSharder | None = None,
 ) -> ValueModel:
     """Return the sequence classifier of a folder, in training mode without dropout, on the device.
 
@@ -87,17 +93,20 @@ def load_value_model(
         field: setting that names the folder, for messages.
         new_head: a folder without a trained head is accepted, and its head is initialised with zeros.
         lora: with a rank above 0, all weights but the head's are frozen and adapters are trained instead.
+        sharder: see load_actor.
     Raises:
         ConfigError: the folder has no trained head and new_head is false; the model cannot be loaded, or cannot run
             on packed or padded sequences exactly.
     """
-    model, new = _load(path, config, device, field=field, is_policy=False, new_head=new_head)
+    model, new = _load(path, config, device, field=field, is_policy=False, new_head=new_head, sharder=sharder)
     name, head = find_value_head(model)
     check(head is not None, f"{field} = {path}: {no_head(model, is_policy=False)}")
     for parameter in new:
         nn.init.zeros_(model.get_parameter(parameter))
     head.__class__ = ValueHead
     value_model = ValueModel(model, head=name)
+    if sharder:
+        sharder.finish(value_model)
     verify_packing(value_model, config, path, field=field)
     fuse_layers(value_model, config, path, field=field)
     verify_value_head(value_model, path, field=field)
@@ -108,13 +117,21 @@ def load_value_model(
 
 
 def _load(
-    path: str, config: ModelsConfig, device: torch.device, *, field: str, is_policy: bool, new_head: bool = False
+    path: str,
+    config: ModelsConfig,
+    device: torch.device,
+    *,
+    field: str,
+    is_policy: bool,
+    new_head: bool = False,
+    sharder: WeightSharder | None,
 ) -> tuple[Any, list[str]]:
     """Return a model in training mode on the device, and the names of its weights that are new.
 
     Args:
         is_policy: a causal language model; else a sequence classifier with one label.
         new_head: see load_value_model.
+        sharder: see load_actor.
     """
     where, dtype = f"{field} = {path}", choose_dtype(config.dtype, device)
     model_config = load_config(path, field=field, trust_remote_code=config.trust_remote_code)
@@ -122,7 +139,7 @@ def _load(
         model_config.num_labels = 1
     model_class = find_model_class(model_config, where, is_policy=is_policy)
     attention = choose_attention(config.attention, device, dtype, model_class, model_config, field=field)
-    with reading(f"{where}: cannot be loaded"), quiet_transformers():
+    with reading(f"{where}: cannot be loaded"), quiet_transformers(), reading_shards(sharder):
         model, info = model_class.from_pretrained(
             path,
             config=model_config,
@@ -135,8 +152,10 @@ def _load(
     tensors = None if is_policy else read_tensors(path, where=where, named_file=_named_file(model_config))
     difference = check_match(model, info, where, is_policy=is_policy, new_head=new_head, tensors=tensors)
     if difference.head:
-        load_head(find_value_head(model)[1], path, difference.head, where=where, named_file=_named_file(model_config))
-    check_tied(model, where)
+        head = find_value_head(model)[1]
+        with gathering(sharder, head):
+            load_head(head, path, difference.head, where=where, named_file=_named_file(model_config))
+    check_tied(model, where, sharder)
     log_choices(path, where, difference)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -27,6 +27,9 @@ class PackedModel(nn.Module):
         """Whether the sequences are unpacked into a padded batch inside the model."""
         self.sequence_parallel_group: World | None = None
         """Ranks that each compute a slice of every micro-batch's tokens; None computes all tokens on this rank."""
+        self.layer_gathering: Any = None
+        """What gathers each layer's weights from the ranks' shards while the model runs; None for whole weights, and in
+        a training engine, which gathers by itself."""
 
     @property
     def uses_varlen(self) -> bool:

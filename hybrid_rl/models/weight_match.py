@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from hybrid_rl.config import check
 from hybrid_rl.models.folders import build_on_meta, find_model_class, find_value_head, load_config, reading
+from hybrid_rl.models.sharding import WeightSharder
 from hybrid_rl.models.value_heads import HeadTensors, find_head, own_bias, promises_head
 from hybrid_rl.models.weight_files import FolderTensors, ignored_files, read_tensors, shorten
 
@@ -201,15 +202,20 @@ def log_choices(path: str, where: str, difference: Difference) -> None:
         _logger.warning("%s: %s", where, "; ".join(parts))
 
 
-def check_tied(model: PreTrainedModel, where: str) -> None:
-    """Check that weights which the config ties are one tensor.
+def check_tied(model: PreTrainedModel, where: str, sharder: WeightSharder | None = None) -> None:
+    """Check that weights which the config ties are one tensor; a collective with a sharder.
 
+    Args:
+        model: as from_pretrained returns it.
+        where: setting and folder, for messages.
+        sharder: has sharded the weights; transformers then ties them without comparing their values.
     Raises:
-        ConfigError: the folder holds different values for them, with which transformers does not tie them.
+        ConfigError: the folder holds different values for them, with which transformers does not tie whole weights.
     """
     for name, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        is_one = model.get_parameter_or_buffer(name) is model.get_parameter_or_buffer(source)
         check(
-            model.get_parameter_or_buffer(name) is model.get_parameter_or_buffer(source),
+            is_one and (sharder is None or sharder.are_equal(model, name, source)),
             f"{where}: config.json ties {name} to {source}, and the folder holds different values for the two; set "
             "tie_word_embeddings to false there, or delete one of the tensors",
         )

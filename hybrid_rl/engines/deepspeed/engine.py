@@ -33,13 +33,12 @@ os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), os.pat
 import deepspeed
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import logger as deepspeed_logger
-from deepspeed.utils import set_z3_leaf_modules
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hybrid_rl.engines import FirstWait
 from hybrid_rl.engines.deepspeed.alias import flat_parameters_in
 from hybrid_rl.engines.deepspeed.gradients import delay_reduction, drop_gradients, reduce_delayed, release_weights
 from hybrid_rl.engines.deepspeed.settings import deepspeed_settings, lr_factor, make_optimizer
+from hybrid_rl.engines.deepspeed.sharding import gather_whole_layers
 from hybrid_rl.engines.deepspeed.shards import Shards
 from hybrid_rl.engines.deepspeed.states import TrainingState
 from hybrid_rl.weights.alias import AliasBuffer
@@ -66,15 +65,6 @@ def _check_master(zero_stage: int, dtype: torch.dtype) -> None:
     )
 
 
-def _gather_whole_layers(module: PackedModel) -> None:
-    """Make ZeRO-3 gather a layer's weights at once instead of module by module, which halves the host's work.
-
-    It fails with adapters, because the input of the first layer has no gradient.
-    """
-    if not has_adapters(module.model):
-        set_z3_leaf_modules(module, [GradientCheckpointingLayer], raise_if_not_found=False)
-
-
 class DeepSpeedEngine:
     """A model, its gradients and its optimizer, sharded over all ranks; see TrainEngine for the methods.
 
@@ -97,7 +87,7 @@ class DeepSpeedEngine:
         """Shard the module and make its optimizer.
 
         Args:
-            module: unsharded model, on the device of the run.
+            module: model on the device of the run, unsharded, or for ZeRO-3 as ZeroSharder leaves it.
             config: settings of the optimizer.
             zero_stage: 0 to 3.
             total_steps: optimizer steps of the whole run, for the learning rate schedule.
@@ -116,8 +106,10 @@ class DeepSpeedEngine:
         settings = self._shards.settings | deepspeed_settings(
             config, zero_stage=zero_stage, dtype=dtype, device=world.device, further=further
         )
+        if module.layer_gathering:
+            module.layer_gathering.remove()
         if zero_stage == 3:
-            _gather_whole_layers(module)
+            gather_whole_layers(module)
         factor = lr_factor(config, total_steps)
         parameters = alias_buffer.ordered() if alias_buffer else module.parameters()
         with flat_parameters_in(alias_buffer) if alias_buffer else nullcontext():

@@ -10,6 +10,7 @@ from torch import nn
 
 from hybrid_rl.config import Config, ConfigError, OptimizerConfig
 from hybrid_rl.engines.passed_on import check_names, merged, sentence_of
+from hybrid_rl.models.sharding import full_shape
 
 BUCKET_ELEMENTS = 50_000_000  # DeepSpeed's default of 500 million takes 2 GB in bfloat16, whatever the model's size
 
@@ -36,7 +37,8 @@ def make_optimizer(
         is_offloaded: whether DeepSpeed's offload moves the optimizer's tensors to the host between updates.
     """
     parameters = [p for p in parameters if p.requires_grad]
-    matrices, rest = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
+    matrices = [p for p in parameters if len(full_shape(p)) >= 2]
+    rest = [p for p in parameters if len(full_shape(p)) < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}

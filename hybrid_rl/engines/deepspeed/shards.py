@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hybrid_rl.config import check
 from hybrid_rl.models.packed import PackedModel
+from hybrid_rl.models.sharding import full_shape
 from hybrid_rl.models.tensor_parallel import ShardPlan, check_shard_plan
 from hybrid_rl.models.verification import is_close, probe_inputs
 
@@ -35,7 +36,7 @@ class Shards:
         self.size = size
         self._module = module
         self._plan = check_shard_plan(module.model, size) if size > 1 else ShardPlan()
-        self._shapes = {p: tuple(p.shape) for p in module.parameters()}
+        self._shapes = {p: full_shape(p) for p in module.parameters()}
         dimensions = {p: self._plan.dimension(name) for name, p in module.model.named_parameters()}
         self._dimensions = {p: d for p, d in dimensions.items() if d is not None}
         self._expected = self._outputs() if size > 1 else []
