@@ -39,6 +39,7 @@ VLLM: Mapping[str, str] = MappingProxyType(
                 "quantization_config",
                 "weight_transfer_config",
                 "hf_overrides",
+                "moe_backend",
             ),
             WEIGHTS,
         ),

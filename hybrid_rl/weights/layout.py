@@ -24,9 +24,11 @@ KNOWN = frozenset(
         "LlamaForCausalLM",
         "MistralForCausalLM",
         "Olmo2ForCausalLM",
+        "OlmoeForCausalLM",
         "Phi3ForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
     }
 )
 """Architectures tested with vLLM, which only copies each checkpoint tensor into its rows of a parameter."""

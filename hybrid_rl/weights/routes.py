@@ -124,7 +124,7 @@ class Routes:
         if not recorder.seen:
             raise RuntimeError(f"no engine parameter takes these trainer tensors: {slot.name}")
         self._slots[slot.name] = slot
-        self._routes[slot.name] = [self._route(slot, *pair) for pair in recorder.seen]
+        self._routes[slot.name] = _joined([self._route(slot, *pair) for pair in recorder.seen])
 
     def _route(self, slot: Slot, destination: Tensor, source: Tensor) -> Route:
         found = self._owners.get(destination.untyped_storage().data_ptr())
@@ -212,6 +212,36 @@ class Routes:
 
     def _all(self) -> list[Route]:
         return [route for routes in self._routes.values() for route in routes]
+
+
+def _joined(routes: Sequence[Route]) -> list[Route]:
+    """Return the routes in order, with routes that continue each other joined into one, such as those of experts."""
+    joined: list[Route] = []
+    for route in routes:
+        both = _join(joined[-1], route) if joined else None
+        joined[-1:] = [*joined[-1:], route] if both is None else [both]
+    return joined
+
+
+def _join(first: Route, second: Route) -> Route | None:
+    """Return one route of 1-D slices for two whose elements follow each other on both sides; None for others."""
+    if first.owner is not second.owner or first.leaf != second.leaf:
+        return None
+    count, further = torch.Size(first.target[0]).numel(), torch.Size(second.target[0]).numel()
+    for start, end in ((first.target, second.target), (first.source, second.source)):
+        if end[2] != start[2] + count or not (_is_contiguous(start) and _is_contiguous(end)):
+            return None
+    target, source = (((count + further,), (1,), part[2]) for part in (first.target, first.source))
+    return Route(owner=first.owner, leaf=first.leaf, target=target, source=source)
+
+
+def _is_contiguous(tensor_slice: TensorSlice) -> bool:
+    expected = 1
+    for size, stride in reversed(_strides(tensor_slice)):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _strides(tensor_slice: TensorSlice) -> list[tuple[int, int]]:

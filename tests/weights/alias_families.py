@@ -26,10 +26,12 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
+    OlmoeConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from hybrid_rl.config import Config, ModelsConfig, RolloutConfig
@@ -73,6 +75,7 @@ _LONG_ROPE = {
         "partial_rotary_factor": 0.75,
     },
 }
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma": lambda: GemmaConfig(**SHAPE),
     "gemma2": lambda: Gemma2Config(**SHAPE, **_WINDOWS),
@@ -86,6 +89,8 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "mistral": lambda: MistralConfig(**SHAPE),
     "qwen2": lambda: Qwen2Config(**_NO_HEAD_DIM),
     "qwen3": lambda: Qwen3Config(**SHAPE),
+    "qwen3-moe": lambda: Qwen3MoeConfig(**SHAPE, **_EXPERTS, moe_intermediate_size=64, norm_topk_prob=True),
+    "olmoe": lambda: OlmoeConfig(**_NO_HEAD_DIM | {"intermediate_size": 64}, **_EXPERTS),
 }
 SAMPLED = Sampling(temperature=1.0, max_tokens=16, stop_token_ids=())
 PROMPTS = [[(7 * row + 11 * k) % 190 + 2 for k in range(6 + 5 * row)] for row in range(4)]

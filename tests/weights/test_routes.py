@@ -69,6 +69,51 @@ def test_a_rearranged_tensor_cannot_be_aliased():
         routes.alias()
 
 
+class Experts(nn.Module):
+    """Loads the gates of all experts, then all projections up, into one parameter [expert, gate and up, hidden]."""
+
+    def __init__(self, *, first_expert: int = 0) -> None:
+        super().__init__()
+        self.w13 = nn.Parameter(torch.zeros(3, 2 * SIZE, HIDDEN), requires_grad=False)
+        self.first_expert = first_expert
+
+    def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+        for _, weight in weights:
+            for expert in range(self.first_expert, 3):
+                for half in (0, SIZE):
+                    self.w13[expert, half : half + SIZE].copy_(weight[expert, half : half + SIZE])
+
+
+def test_experts_that_follow_each_other_are_one_copy():
+    model = Experts()
+    slot = Slot(name="experts", shape=(3, 2 * SIZE, HIDDEN), dtype=torch.float32, offset=0)
+    bucket = torch.zeros(slot.nbytes, dtype=torch.uint8)
+    routes = Routes(model, bucket)
+    slot.view(bucket).normal_()
+    routes.record(slot, copies=True)
+    (pair,) = routes.pairs("experts")
+    ((part, _),) = routes.checksums(["experts"])["experts"]
+    assert part == ((3 * 2 * SIZE * HIDDEN,), (1,), 0)
+    slot.view(bucket).neg_()
+    assert not torch.equal(model.w13, slot.view(bucket))
+    pair[0].copy_(pair[1])
+    assert torch.equal(model.w13, slot.view(bucket))
+    routes.check_complete()
+    routes.alias()
+    assert model.w13.data_ptr() == bucket.data_ptr()
+
+
+def test_experts_of_another_worker_are_missing():
+    model = Experts(first_expert=1)
+    slot = Slot(name="experts", shape=(3, 2 * SIZE, HIDDEN), dtype=torch.float32, offset=0)
+    routes = Routes(model, torch.zeros(slot.nbytes, dtype=torch.uint8))
+    routes.record(slot, copies=True)
+    ((part, _),) = routes.checksums(["experts"])["experts"]
+    assert part == ((2 * 2 * SIZE * HIDDEN,), (1,), 2 * SIZE * HIDDEN)
+    with pytest.raises(RuntimeError, match="engine parameter w13: 24 of 36 elements come from the trainer"):
+        routes.check_complete()
+
+
 def test_a_tensor_that_the_model_computes_with_is_refused():
     weight, routes, slot = make(Attention(doubled=True))
     weight.copy_(torch.randn(weight.shape))

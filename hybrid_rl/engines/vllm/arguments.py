@@ -64,7 +64,9 @@ def engine_arguments(
         arguments["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes(config.max_num_seqs)}
     if gpus:  # under Ray, vLLM's default executor would request further GPUs from the cluster
         arguments |= {"tensor_parallel_size": len(gpus), "distributed_executor_backend": "mp"}
-    if not has_cuda:
+    if has_cuda:
+        arguments["moe_backend"] = "triton"  # other backends rearrange the experts' weights, which a weight sync writes
+    else:
         arguments = _cpu_arguments() | arguments
     if aliased:
         arguments |= _alias_arguments(aliased, config)

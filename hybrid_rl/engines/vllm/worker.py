@@ -14,25 +14,12 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from hybrid_rl.engines.vllm.arguments import LOAD_FORMAT
+from hybrid_rl.engines.vllm.cpu_layers import keep_cpu_weights_plain
 from hybrid_rl.engines.vllm.lifetime import end_with_trainer, ignore_signals_in_worker
 from hybrid_rl.engines.vllm.rotary import move_buffers
 from hybrid_rl.engines.vllm.stages import record_stages
 from hybrid_rl.weights.bucket import AliasedWeights, Slot, copy_tensors, open_ipc_bucket
 from hybrid_rl.weights.routes import Routes
-
-
-def keep_cpu_weights_plain() -> None:
-    """Make vLLM on a CPU multiply with the parameters themselves.
-
-    By default it packs linear weights into oneDNN's layout after loading and drops the parameters. A weight sync could
-    not reach the packed weights, and the engine would keep the old ones.
-    """
-    import vllm.model_executor.layers.utils as layer_utils
-
-    def plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
-
-    layer_utils.dispatch_cpu_unquantized_gemm = plain_linear
 
 
 class AliasLoader(BaseModelLoader):
