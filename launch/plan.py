@@ -116,13 +116,17 @@ def _bus(num_bytes: int, seconds: float | None) -> str:
 
 def _loading_table(forecast: Forecast) -> Table:
     plan, machine = forecast.plan, forecast.machine
-    table = Table("start, in this order", "each GPU", "host, per node", title="GiB while loading", title_justify="left")
+    title = "GiB while loading and saving"
+    table = Table("start, in this order", "each GPU", "host, per node", title=title, title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
     for moment in plan.loading:
         table.add_row(moment.name, _gib(moment.gpu_bytes), _gib(moment.host_bytes))
     table.add_section()
-    table.add_row("peak", _gib(plan.loading_bytes), _gib(plan.loading_host_bytes))
+    for moment in plan.saving:
+        table.add_row(moment.name, _gib(moment.gpu_bytes), _gib(moment.host_bytes))
+    table.add_section()
+    table.add_row("peak", _gib(plan.moment_bytes), _gib(plan.peak_host_bytes))
     available = machine.host_memory_bytes
     table.add_row("available", _gib(machine.budget_bytes), _gib(available) if available else "not known")
     return table
@@ -130,11 +134,8 @@ def _loading_table(forecast: Forecast) -> Table:
 
 def _verdict(forecast: Forecast) -> list[str]:
     plan = forecast.plan
-    if plan.missing_host_bytes:
-        remedy = "give the nodes more memory, or use fewer GPUs of each or smaller models"
-        return [f"[red]does not fit[/red]: {plan.host_shortage()}; {remedy}"]
-    if plan.missing_bytes:
-        missing = f"{plan.shortage()}: {plan.missing_bytes:,} bytes missing"
+    if not plan.fits:
+        missing = f"{plan.shortage()}: {plan.missing_host_bytes or plan.missing_bytes:,} bytes missing"
         return [f"[red]does not fit[/red]: {missing}", describe_alternative(forecast.fitting)]
     spare = (forecast.machine.budget_bytes - plan.peak(plan.fullest_phase)) / GIB
     lines = [f"[green]fits[/green]: {plan.fullest_phase.value} is the fullest phase, {spare:.1f} GiB are left in it"]

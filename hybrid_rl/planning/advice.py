@@ -1,17 +1,20 @@
 """Suggests changes of a run's settings or GPUs that make it fit, each checked with the planner."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hybrid_rl.config import Config, ConfigError
 from hybrid_rl.models.sequence_parallel import check_head_counts
+from hybrid_rl.planning.engine_memory import check_engine_heads
 from hybrid_rl.planning.plan import Machine
 from hybrid_rl.planning.planner import make_plan
 from hybrid_rl.planning.shapes import Shapes
 from hybrid_rl.validate import validate
 
 MAX_GPUS = 64
+MAX_ENGINE_GPUS = 8
 LORA_RANK = 32
 
 
@@ -28,7 +31,9 @@ class Alternative:
         return " ".join(self.overrides)
 
     def set(self, field: str, value: Any) -> "Alternative":
-        """Return the alternative with one more setting changed, such as update.actor.kind."""
+        """Return the alternative with one more setting changed, such as update.actor.kind; itself if it is so set."""
+        if _get_field(self.config, field.split(".")) == value:
+            return self
         text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
         config = _with_field(self.config, field.split("."), value)
         return replace(self, config=config, overrides=(*self.overrides, f"--{field} {text}"))
@@ -39,10 +44,11 @@ class Alternative:
         return replace(self, machine=machine, overrides=(*self.overrides, f"--gpus {num_gpus}"))
 
     def is_valid(self, shapes: Shapes) -> bool:
-        """Return whether the settings are consistent and sequence parallelism can divide the models' heads."""
+        """Return whether the settings are consistent, and engine and sequence parallelism can divide the heads."""
         size = self.config.update.sequence_parallel_size
         try:
             validate(self.config)
+            check_engine_heads(self.config, shapes)
             for shape in (shapes.actor, shapes.critic, shapes.reference, shapes.reward):
                 if shape:
                     key_heads = shape.key_size // shape.head_size
@@ -50,6 +56,11 @@ class Alternative:
         except ConfigError:
             return False
         return True
+
+
+def _get_field(settings: Any, path: list[str]) -> Any:
+    """Return a field of nested dataclasses."""
+    return functools.reduce(getattr, path, settings)
 
 
 def _with_field(settings: Any, path: list[str], value: Any) -> Any:
@@ -61,11 +72,30 @@ def _with_field(settings: Any, path: list[str], value: Any) -> Any:
 def find_fitting_alternative(config: Config, machine: Machine, shapes: Shapes) -> Alternative | None:
     """Return the first alternative that fits, or None.
 
-    Single changes come first, then combinations of changes that save memory, then these on more GPUs.
+    Single changes come first, then the combinations of find_fitting_settings, then adapters, and then more GPUs.
     """
     start = Alternative(config=config, machine=machine)
-    for found in (*_single_changes(start), *_combined_changes(start)):
-        if found.is_valid(shapes) and not make_plan(found.config, found.machine, shapes).missing_bytes:
+    found = _first_fit(_single_changes(start), shapes) or find_fitting_settings(start, shapes)
+    adapted = start.set("models.lora.rank", LORA_RANK)
+    found = found or _first_fit([adapted], shapes) or find_fitting_settings(adapted, shapes)
+    larger = () if found else _more_gpus(start)
+    return found or next(filter(None, (find_fitting_settings(each, shapes) for each in larger)), None)
+
+
+def find_fitting_settings(start: Alternative, shapes: Shapes) -> Alternative | None:
+    """Return the alternative on the same GPUs, and with the same weights trained, that fits and costs least time.
+
+    The alternative itself comes first. Each further one adds what saves memory, in this order: gradient checkpointing
+    and smaller micro-batches; ZeRO-3, with an engine over more and more GPUs, because it has copies of the weights;
+    optimizers on the host.
+    """
+    return _first_fit(_combinations(start), shapes)
+
+
+def _first_fit(alternatives: Iterable[Alternative], shapes: Shapes) -> Alternative | None:
+    """Return the first valid alternative whose plan fits."""
+    for found in {str(each): each for each in alternatives}.values():
+        if found.is_valid(shapes) and make_plan(found.config, found.machine, shapes).fits:
             return found
     return None
 
@@ -80,8 +110,11 @@ def _single_changes(start: Alternative) -> Iterator[Alternative]:
     yield from _smaller_micro_batches(start)
     yield from _more_sequence_parallel(start)
     yield start.set("models.gradient_checkpointing", True)
+    yield start.set("models.shard_frozen", "auto")
     yield start.set("rollout.kv_cache_memory_bytes", None)
     yield start.set("memory.swap", "auto")
+    if start.machine.num_ranks > 1:
+        yield start.set("update.zero_stage", 3)
     if start.config.update.zero_stage < 3:
         for larger in _more_gpus(start):
             yield larger.set("update.zero_stage", 3)
@@ -90,18 +123,25 @@ def _single_changes(start: Alternative) -> Iterator[Alternative]:
     yield from _more_gpus(start)
 
 
-def _combined_changes(start: Alternative) -> Iterator[Alternative]:
-    """Yield changes that save memory, one added after the other, then each combination with ZeRO-3 on more GPUs."""
-    smallest = [start, *_smaller_micro_batches(start)][-1]
-    checkpointed = smallest.set("models.gradient_checkpointing", True)
-    planned_cache = checkpointed.set("rollout.kv_cache_memory_bytes", None)
-    swapped = planned_cache.set("memory.swap", "auto")
-    on_host = _optimizers_on_host(swapped)
-    yield from (checkpointed, planned_cache, swapped, on_host)
-    yield swapped.set("models.lora.rank", LORA_RANK)
-    for combination in (checkpointed, planned_cache, swapped, on_host):
-        for larger in _more_gpus(combination):
-            yield larger.set("update.zero_stage", 3)
+def _combinations(start: Alternative) -> Iterator[Alternative]:
+    """Yield combinations of changes that save memory; see find_fitting_settings."""
+    planned = start.set("models.shard_frozen", "auto")
+    planned = planned.set("rollout.kv_cache_memory_bytes", None).set("memory.swap", "auto")
+    for optimizer in (planned, _optimizers_on_host(planned)):
+        for sharded in (optimizer, *_sharded(optimizer)):
+            checkpointed = sharded.set("models.gradient_checkpointing", True)
+            yield from (sharded, checkpointed, [checkpointed, *_smaller_micro_batches(checkpointed)][-1])
+
+
+def _sharded(start: Alternative) -> Iterator[Alternative]:
+    """Yield ZeRO-3 with the engine as set and over more GPUs of a node; nothing on one GPU."""
+    if start.machine.num_ranks == 1:
+        return
+    sharded = start.set("update.zero_stage", 3)
+    yield sharded
+    size = start.config.rollout.tensor_parallel_size
+    while (size := 2 * size) <= MAX_ENGINE_GPUS and start.machine.num_gpus % size == 0:
+        yield sharded.set("rollout.tensor_parallel_size", size)
 
 
 def _smaller_micro_batches(start: Alternative) -> Iterator[Alternative]:

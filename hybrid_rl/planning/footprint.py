@@ -7,7 +7,7 @@ them with the peaks of real engines on one and on two ranks.
 from dataclasses import dataclass
 
 from hybrid_rl.config import OptimizerConfig
-from hybrid_rl.planning.model_shape import ModelShape
+from hybrid_rl.planning.model_shape import PREFETCH_ELEMENTS, ModelShape
 from hybrid_rl_kernels.reference import CHUNK_ROWS
 
 BUCKET_ELEMENTS = 50_000_000
@@ -16,8 +16,8 @@ ALLREDUCE_ELEMENTS = 500_000_000
 """Elements that ZeRO 0 and 1 flatten for one all-reduce: default of DeepSpeed's buffered_allreduce_fallback."""
 LIVE_ELEMENTS = 1_000_000_000
 """DeepSpeed's default of stage3_max_live_parameters and sub_group_size."""
-PREFETCH_ELEMENTS = 50_000_000
-"""DeepSpeed's default of stage3_prefetch_bucket_size."""
+GATHERED_BYTES = 1 << 30
+"""Bytes of weights that an export, a moving average or a moving reference gathers at a time with ZeRO-3."""
 TRITON_FORWARD_BYTES, TRITON_BACKWARD_BYTES = 64 << 20, 600 << 20
 """Upper bounds stated by hybrid_rl_kernels.logprobs."""
 
@@ -79,7 +79,7 @@ def engine_footprint(shape: ModelShape, sharding: Sharding, *, num_trained: int)
     dtype, and in float32 during their reduction. A tensor larger than the bucket takes (b + 4) times its own elements.
 
     ZeRO-3 keeps the bucket between two steps. On several ranks it also keeps b min(N, 1e9) of gathered weights, and
-    takes b for each element in transit: a prefetch of 5e7, or a layer if that is larger.
+    takes b for each element in transit: a prefetch of 5e7, a layer if that is larger, or what a tensor has above 1e9.
 
     cpu_adam keeps 20 T / W on the host: master weights, moments, and gradients twice. Up to ZeRO-2 it keeps room for
     the largest tensor's gradient on the GPU, and DeepSpeed accumulates 4 T / W of gradients until the step.
@@ -110,6 +110,7 @@ def engine_footprint(shape: ModelShape, sharding: Sharding, *, num_trained: int)
     largest = min(shape.largest_tensor, trained)
     reduction = max(bucket, (b + 4) * largest) * has_bucket
     kept_bucket = bucket * (stage == 3)
+    in_transit = max(shape.largest_layer, shape.largest_tensor - LIVE_ELEMENTS)
     kept_gradient = b * largest * (is_on_host and stage < 3)
     return Footprint(
         parameter_bytes=b * total // (sharding.num_ranks if stage == 3 else 1),
@@ -118,7 +119,7 @@ def engine_footprint(shape: ModelShape, sharding: Sharding, *, num_trained: int)
         gradient_bytes=gradients,
         buffer_bytes=kept_bucket + b * min(total, LIVE_ELEMENTS) * is_gathering + kept_gradient,
         reduction_bytes=reduction - kept_bucket,
-        gathered_bytes=b * min(total, max(PREFETCH_ELEMENTS, shape.num_linear // shape.num_layers)) * is_gathering,
+        gathered_bytes=b * min(total, max(PREFETCH_ELEMENTS, in_transit)) * is_gathering,
         step_bytes=step,
         host_bytes=20 * shard if is_on_host else 0,
         initial_gradient_bytes=0 if is_on_host else 4 * shard,

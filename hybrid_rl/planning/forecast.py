@@ -51,7 +51,7 @@ class Forecast:
     @property
     def fits(self) -> bool:
         """Whether the plan fits on the GPUs and, where the memory of a node is known, in it."""
-        return not self.plan.missing_bytes and not self.plan.missing_host_bytes
+        return self.plan.fits
 
 
 def why_no_time(config: Config, machine: Machine) -> str | None:
@@ -75,7 +75,6 @@ def make_forecast(config: Config, machine: Machine) -> Forecast:
     check_kv_cache(config, plan)
     rates = rates_of(machine.card) if machine.card and not why_no_time(config, machine) else None
     time = simulate(config, machine, shapes, plan, rates) if rates else None
-    fits = not plan.missing_bytes
     return Forecast(
         config=config,
         machine=machine,
@@ -85,8 +84,8 @@ def make_forecast(config: Config, machine: Machine) -> Forecast:
         time=time,
         alone=_time_on_one_gpu(config, machine, shapes, rates) if rates else None,
         swap_modes={mode: _with_swap(config, machine, shapes, rates, mode) for mode in SWAP_MODES},
-        faster=_find_faster(config, machine, shapes, rates, time) if fits and rates and time else None,
-        fitting=None if fits else find_fitting_alternative(config, machine, shapes),
+        faster=_find_faster(config, machine, shapes, rates, time) if plan.fits and rates and time else None,
+        fitting=None if plan.fits else find_fitting_alternative(config, machine, shapes),
     )
 
 
@@ -99,7 +98,7 @@ def _time_on_one_gpu(config: Config, machine: Machine, shapes: Shapes, rates: Ra
         update=replace(config.update, sequence_parallel_size=1, tensor_parallel_size=1),
     )
     plan = make_plan(config, machine, shapes)
-    return None if plan.missing_bytes else simulate(config, machine, shapes, plan, rates)
+    return simulate(config, machine, shapes, plan, rates) if plan.fits else None
 
 
 def _with_swap(config: Config, machine: Machine, shapes: Shapes, rates: Rates | None, mode: str) -> SwapForecast:
@@ -120,6 +119,6 @@ def _find_faster(
     for larger in larger_micro_batches(Alternative(config=config, machine=machine)):
         plan = make_plan(larger.config, larger.machine, shapes)
         seconds = simulate(larger.config, larger.machine, shapes, plan, rates).total_s
-        if not plan.missing_bytes and seconds < limit:
+        if plan.fits and seconds < limit:
             best, limit = (larger, seconds), 0.98 * seconds
     return best

@@ -100,7 +100,7 @@ def read_mixture(model: nn.Module, config: Any) -> Mixture | None:
     per_token = _first(config, PER_TOKEN_COUNTS)
     if not weights or not per_token:
         return None
-    layers = {_layer_of(name) for name in weights}
+    layers = {layer_of(name) for name in weights}
     downs = [shape for name, shape in weights.items() if "down" in name.rsplit(".", 1)[-1]]
     hidden_size = config.hidden_size
     return Mixture(
@@ -120,7 +120,7 @@ def _first(config: Any, names: Iterable[str]) -> int:
     return next((value for value in found if isinstance(value, int)), 0)
 
 
-def _layer_of(name: str) -> str:
+def layer_of(name: str) -> str:
     """Return the part of a parameter's name up to the number of its layer."""
     match = re.match(r".*?\.\d+(?=\.)", name)
     return match.group() if match else ""
@@ -131,7 +131,7 @@ def _shared_size(model: nn.Module, layers: set[str]) -> int:
     sizes = [
         module.in_features
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and _layer_of(name) in layers and "shared_expert" in name and "down" in name
+        if isinstance(module, nn.Linear) and layer_of(name) in layers and "shared_expert" in name and "down" in name
     ]
     return max(sizes, default=0)
 
@@ -147,7 +147,7 @@ def norm_elements(model: nn.Module, *, hidden_size: int, head_size: int, num_hea
     """
     counts: dict[str, int] = {}
     for name, module in model.named_modules():
-        layer, weight = _layer_of(name), getattr(module, "weight", None)
+        layer, weight = layer_of(name), getattr(module, "weight", None)
         if not layer or "Norm" not in type(module).__name__ or weight is None:
             continue
         leaf = name.rsplit(".", 1)[-1]

@@ -4,13 +4,16 @@ Activations and operations follow the decoder layer of Llama, Qwen, Mistral and 
 attention and routed experts where a family has them.
 """
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from hybrid_rl.config import LoraConfig
-from hybrid_rl.planning.layer_parts import Latent, Mixture
+from hybrid_rl.planning.layer_parts import Latent, Mixture, layer_of
+
+PREFETCH_ELEMENTS = 50_000_000
+"""DeepSpeed's default of stage3_prefetch_bucket_size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +60,34 @@ class ModelShape:
         """Return whether forward_flops is exact for sequences of these lengths."""
         return self.is_counted and (self.window is None or max(lengths, default=0) <= self.window)
 
-    @property
+    @functools.cached_property
     def num_params(self) -> int:
         """Number of parameters, tied ones once."""
-        return sum(torch.Size(shape).numel() for _, shape in self.tensors)
+        return sum(math.prod(shape) for _, shape in self.tensors)
 
-    @property
+    @functools.cached_property
     def largest_tensor(self) -> int:
         """Elements of the largest parameter."""
-        return max(torch.Size(shape).numel() for _, shape in self.tensors)
+        return max(math.prod(shape) for _, shape in self.tensors)
+
+    @functools.cached_property
+    def largest_layer(self) -> int:
+        """Elements of the decoder layer with most parameters."""
+        sizes: dict[str, int] = {}
+        for name, shape in self.tensors:
+            if layer := layer_of(name):
+                sizes[layer] = sizes.get(layer, 0) + math.prod(shape)
+        return max(sizes.values(), default=0)
+
+    @property
+    def largest_unit(self) -> int:
+        """Elements of what is gathered at once where ranks divide the parameters: a layer, or a larger tensor."""
+        return max(self.largest_layer, self.largest_tensor)
+
+    @property
+    def gathered_elements(self) -> int:
+        """Elements of the weights that a rank gathers for a forward over shards: a unit, and the next one ahead."""
+        return min(self.num_params, self.largest_unit + max(self.largest_unit, PREFETCH_ELEMENTS))
 
     @property
     def head_size(self) -> int:
@@ -77,6 +99,8 @@ class ModelShape:
 
         The first dimension of every sharded tensor is divided; which dimension a rank divides does not change its size.
         """
+        if num_ranks == 1:
+            return self
         tensors = tuple((n, (s[0] // num_ranks, *s[1:]) if n in self.sharded else s) for n, s in self.tensors)
         return replace(self, tensors=tensors)
 

@@ -66,13 +66,13 @@ def peak_bytes(allocations: Iterable[Allocation], phase: Phase) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """Memory at a moment of the start, before the first phase."""
+    """Memory at a moment of the start or of saving, when no phase computes."""
 
     name: str
     gpu_bytes: int
     """Bytes in use on each GPU."""
     host_bytes: int
-    """Bytes of a node's memory: pinned copies of all its GPUs, and the model that each of its ranks loads."""
+    """Bytes of a node's memory: pinned copies of all its GPUs, and what each of its ranks loads or saves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +93,10 @@ class Plan:
     """Sequences that the engine would decode at once if the KV cache had room."""
     loading: tuple[Moment, ...] = ()
     """The moments of the start, in order."""
+    saving: tuple[Moment, ...] = ()
+    """The moments at which checkpoints and exports are written."""
+    shards_frozen: bool = False
+    """Whether the ranks divide the parameters of reference and reward model; see models.shard_frozen."""
 
     def peak(self, phase: Phase) -> int:
         """Return the bytes of a GPU in use at the peak of a phase."""
@@ -135,26 +139,36 @@ class Plan:
         return max(Phase, key=self.peak)
 
     @property
-    def loading_bytes(self) -> int:
-        """Bytes of a GPU in use at the fullest moment of the start."""
-        return max((moment.gpu_bytes for moment in self.loading), default=0)
+    def moments(self) -> tuple[Moment, ...]:
+        """The moments of the start and of saving."""
+        return self.loading + self.saving
 
     @property
-    def loading_host_bytes(self) -> int:
-        """Bytes of a node's memory in use at the fullest moment of the start."""
-        return max((moment.host_bytes for moment in self.loading), default=0)
+    def moment_bytes(self) -> int:
+        """Bytes of a GPU in use at the fullest moment of the start or of saving."""
+        return max((moment.gpu_bytes for moment in self.moments), default=0)
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """Bytes of a node's memory in use at the fullest moment of the start or of saving."""
+        return max((moment.host_bytes for moment in self.moments), default=self.host_bytes)
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes that the fullest phase or moment of the start needs beyond the budget; 0 if the plan fits."""
-        needed = max(self.peak(self.fullest_phase), self.loading_bytes)
+        """Bytes that the fullest phase or moment needs beyond the budget of a GPU; 0 if the plan fits."""
+        needed = max(self.peak(self.fullest_phase), self.moment_bytes)
         return max(0, needed - self.machine.budget_bytes)
 
     @property
     def missing_host_bytes(self) -> int:
-        """Bytes that the start needs beyond a node's memory; 0 if it fits, or if the memory is not known."""
+        """Bytes that the fullest moment needs beyond a node's memory; 0 if it fits, or if the memory is not known."""
         available = self.machine.host_memory_bytes
-        return 0 if available is None else max(0, self.loading_host_bytes - available)
+        return 0 if available is None else max(0, self.peak_host_bytes - available)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the plan fits on the GPUs and, where the memory of a node is known, in it."""
+        return not self.missing_bytes and not self.missing_host_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -167,22 +181,28 @@ class Plan:
         return sum(allocation.out_bytes + allocation.in_bytes for allocation in self.allocations)
 
     def shortage(self) -> str:
-        """Return a sentence about the fullest phase, or moment of the start: the bytes that it needs and has."""
+        """Return a sentence about what does not fit: the bytes that it needs and has."""
+        return self._host_shortage() if self.missing_host_bytes else self._gpu_shortage()
+
+    def _gpu_shortage(self) -> str:
         phase, machine, needed = self.fullest_phase, self.machine, self.peak(self.fullest_phase)
         what = f"phase {phase.value} needs"
-        if self.loading_bytes > needed:
-            fullest = max(self.loading, key=lambda moment: moment.gpu_bytes)
-            what, needed = f"the start needs, at {fullest.name},", fullest.gpu_bytes
+        if self.moment_bytes > needed:
+            fullest = max(self.moments, key=lambda moment: moment.gpu_bytes)
+            what, needed = f"{self._when(fullest)} needs", fullest.gpu_bytes
         return (
             f"{what} {needed:,} bytes ({needed / GIB:.1f} GiB) of each GPU, but "
             f"{machine.budget_bytes:,} ({machine.budget_bytes / GIB:.1f} GiB) are available, {MARGIN:.0%} of the card "
             "left free"
         )
 
-    def host_shortage(self) -> str:
-        """Return a sentence about the start's need of host memory: the bytes that it needs and has."""
-        needed, available = self.loading_host_bytes, self.machine.host_memory_bytes or 0
+    def _host_shortage(self) -> str:
+        fullest = max(self.moments, key=lambda moment: moment.host_bytes)
+        needed, available = fullest.host_bytes, self.machine.host_memory_bytes or 0
         return (
-            f"the start needs {needed:,} bytes ({needed / GIB:.1f} GiB) of host memory per node, but "
+            f"{self._when(fullest)} needs {needed:,} bytes ({needed / GIB:.1f} GiB) of host memory per node, but "
             f"{available:,} ({available / GIB:.1f} GiB) are there"
         )
+
+    def _when(self, moment: Moment) -> str:
+        return f"the start, at {moment.name}," if moment in self.loading else f"saving, at {moment.name},"

@@ -1,10 +1,13 @@
 """Makes the plan of a run from its settings, its GPUs and the sizes of its models."""
 
+from dataclasses import replace
+
 from hybrid_rl.config import Config
 from hybrid_rl.memory.residency import RESIDENCY
 from hybrid_rl.planning.engine_memory import engine_allocations, kv_cache_bytes, kv_sequence_tokens, kv_token_bytes
 from hybrid_rl.planning.loading import loading_moments
 from hybrid_rl.planning.plan import GIB, Allocation, Machine, Plan
+from hybrid_rl.planning.saving import saving_moments
 from hybrid_rl.planning.shapes import Shapes
 from hybrid_rl.planning.sync_memory import sync_allocations
 from hybrid_rl.planning.tenant_memory import (
@@ -26,9 +29,21 @@ def make_plan(config: Config, machine: Machine, shapes: Shapes) -> Plan:
     """Return the plan of a run.
 
     memory.swap decides which tenants move: none with `off`, all that RESIDENCY releases with `vmm` and `deepspeed`, and
-    with `auto` only those that do not fit into every phase; see choose_residents.
+    with `auto` only those that do not fit into every phase; see choose_residents. models.shard_frozen decides whether
+    ranks divide reference and reward model: with `auto` only where the plan does not fit with whole ones.
     """
-    work = Workload(config=config, machine=machine, shapes=shapes)
+    setting, has_frozen = config.models.shard_frozen, bool(shapes.reference or shapes.reward)
+    whole = Workload(config=config, machine=machine, shapes=shapes)
+    sharded = replace(whole, shards_frozen=True)
+    if setting != "auto" or machine.num_ranks == 1 or not has_frozen:
+        return _plan(sharded if setting == "true" and has_frozen else whole)
+    plan = _plan(whole)
+    return plan if plan.fits else _plan(sharded)
+
+
+def _plan(work: Workload) -> Plan:
+    """Return the plan of a run, in which frozen models are sharded as the workload says."""
+    config, machine = work.config, work.machine
     others = [
         *_process_allocations(work),
         *sync_allocations(work),
@@ -46,6 +61,8 @@ def make_plan(config: Config, machine: Machine, shapes: Shapes) -> Plan:
     return Plan(
         allocations=tuple(a for a in allocations if a.num_bytes or a.host_bytes),
         loading=loading_moments(work, allocations),
+        saving=saving_moments(work, allocations),
+        shards_frozen=work.shards_frozen,
         machine=machine,
         residency=RESIDENCY | {name: RESIDENCY[name].in_every_phase() for name in resident},
         kv_bytes=kv_bytes,

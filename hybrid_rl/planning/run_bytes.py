@@ -36,8 +36,8 @@ def host_uses(
 ) -> dict[str, int]:
     """Return use -> bytes of a node's memory that are needed at the same time; a lower bound.
 
-    On a GPU, models load while the pinned copies exist, and checkpoints are copied later; the larger of the two counts.
-    On a CPU, the tenants of every rank lie in the node's memory.
+    On a GPU they are those of the fullest moment of the plan. On a CPU, the tenants of every rank lie in the node's
+    memory.
 
     Args:
         plan: the run's plan.
@@ -45,13 +45,11 @@ def host_uses(
         dtype_bytes: bytes of an element of parameters.
         is_cpu: whether the run has no GPU.
     """
-    models = (shapes.actor, shapes.critic, shapes.reference, shapes.reward)
-    largest = max(shape.num_params for shape in models if shape)
-    nodes = max(1, plan.machine.num_ranks // num_ranks)
-    is_saving = bool(config.checkpoint.every_steps)
-    copies = checkpoint_bytes(config, shapes, dtype_bytes=dtype_bytes) // nodes * is_saving
-    average = 4 * shapes.actor.num_params if config.models.ema_decay is not None else 0
+    num_nodes = max(1, plan.machine.num_ranks // num_ranks)
+    average = 4 * shapes.actor.num_params // num_nodes if config.models.ema_decay is not None else 0
     if is_cpu:
+        is_saving = bool(config.checkpoint.every_steps)
+        copies = checkpoint_bytes(config, shapes, dtype_bytes=dtype_bytes) // num_nodes * is_saving
         tenants = max(
             sum(a.num_bytes for a in plan.allocations if a.name in plan.residency and phase in a.phases)
             for phase in {phase for a in plan.allocations for phase in a.phases}
@@ -61,7 +59,6 @@ def host_uses(
             "copies for a checkpoint": copies,
             "EMA": average,
         }
-    pinned = num_ranks * sum(allocation.host_bytes for allocation in plan.allocations)
-    loading = num_ranks * dtype_bytes * largest
-    larger = {"loading a model on every rank": loading} if loading > copies else {"copies for a checkpoint": copies}
-    return {"what phases move off the GPU": pinned, **larger, "EMA": average}
+    fullest = max(plan.moments, key=lambda moment: moment.host_bytes)
+    working = max(0, fullest.host_bytes - plan.host_bytes - average)
+    return {"what phases move off the GPU": plan.host_bytes, f"the moment of {fullest.name}": working, "EMA": average}

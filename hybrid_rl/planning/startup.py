@@ -71,10 +71,9 @@ def check_plan(plan: Plan, config: Config, shapes: Shapes) -> None:
     """Raise unless the plan fits.
 
     Raises:
-        ConfigError: the fullest phase, or the start, needs more than there is; the message suggests an alternative that
-            fits. Or the start needs more host memory than a node has.
+        ConfigError: the fullest phase, the start or a checkpoint needs more memory of a GPU or of a node than there is;
+            the message suggests an alternative that fits.
     """
-    check(not plan.missing_host_bytes, plan.host_shortage())
-    if plan.missing_bytes:
+    if not plan.fits:
         found = find_fitting_alternative(config, plan.machine, shapes)
         check(False, f"{plan.shortage()}; {describe_alternative(found)}")

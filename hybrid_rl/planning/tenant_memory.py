@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from hybrid_rl.memory.residency import ALL_PHASES, RESIDENCY, Phase, TenantSpec
 from hybrid_rl.planning.engine_memory import engine_weight_bytes
 from hybrid_rl.planning.plan import Allocation, peak_bytes
-from hybrid_rl.planning.training_memory import TRAINED, trained_footprint
+from hybrid_rl.planning.training_memory import TRAINED, frozen_bytes, trained_footprint
 from hybrid_rl.planning.workload import Workload
 
 
@@ -17,7 +17,7 @@ def tenant_allocations(work: Workload) -> list[Allocation]:
     shapes, found = work.shapes, [tenant_allocation(work, "engine_weights", engine_weight_bytes(work))]
     for name, shape in {"reference": shapes.reference, "reward_model": shapes.reward}.items():
         if shape:
-            found.append(tenant_allocation(work, name, work.dtype_bytes * shape.num_params))
+            found.append(tenant_allocation(work, name, frozen_bytes(work, shape)))
     for name in TRAINED:
         if part := trained_footprint(work, name):
             optimizer = tenant_allocation(

@@ -3,7 +3,8 @@
 from hybrid_rl.memory.residency import SCORE, UPDATE_ACTOR, UPDATE_CRITIC
 from hybrid_rl.models.attention import repeats_keys
 from hybrid_rl.models.fused_layers import uses_liger
-from hybrid_rl.planning.footprint import Footprint, Sharding, engine_footprint, head_bytes
+from hybrid_rl.planning.footprint import GATHERED_BYTES, Footprint, Sharding, engine_footprint, head_bytes
+from hybrid_rl.planning.model_shape import ModelShape
 from hybrid_rl.planning.plan import Allocation
 from hybrid_rl.planning.workload import Workload
 
@@ -15,7 +16,7 @@ def trained_footprint(work: Workload, name: str) -> Footprint | None:
     shape = work.shapes.trained(name)
     if shape is None:
         return None
-    update, lora = work.config.update, work.config.models.lora
+    update = work.config.update
     shard = shape.shard(update.tensor_parallel_size)
     sharding = Sharding(
         zero_stage=update.zero_stage,
@@ -23,21 +24,49 @@ def trained_footprint(work: Workload, name: str) -> Footprint | None:
         dtype_bytes=work.dtype_bytes,
         optimizer=update.actor if name == "actor" else update.critic,
     )
-    num_trained = shard.num_adapted(lora) if lora.rank else shard.num_params
-    return engine_footprint(shard, sharding, num_trained=num_trained)
+    return engine_footprint(shard, sharding, num_trained=num_trained(work, shard))
+
+
+def num_trained(work: Workload, shape: ModelShape) -> int:
+    """Return the number of trained parameters of actor or critic: all of them, or those of the adapters."""
+    lora = work.config.models.lora
+    return shape.num_adapted(lora) if lora.rank else shape.num_params
+
+
+def frozen_bytes(work: Workload, shape: ModelShape) -> int:
+    """Return the bytes of a model that is not trained on each GPU: whole, or this rank's shard."""
+    return work.dtype_bytes * shape.num_params // (work.machine.num_ranks if work.shards_frozen else 1)
+
+
+def gathered_bytes(work: Workload, shape: ModelShape) -> int:
+    """Return the bytes that a rank gathers at once in a forward over shards; 0 for a single rank."""
+    return work.dtype_bytes * shape.gathered_elements if work.machine.num_ranks > 1 else 0
 
 
 def score_allocations(work: Workload) -> list[Allocation]:
     """Return the peak of the forwards of SCORE."""
     shapes, (tokens, head_tokens) = work.shapes, work.forward_pack
     models = [shape for shape in (shapes.actor, shapes.critic, shapes.reference, shapes.reward) if shape]
-    footprints = [part for name in TRAINED if (part := trained_footprint(work, name))]
+    gathered = [part.gathered_bytes for name in TRAINED if (part := trained_footprint(work, name))]
+    if work.shards_frozen:
+        gathered += [gathered_bytes(work, shape) for shape in (shapes.reference, shapes.reward) if shape]
+    activations = max(shape.transient_bytes(tokens, work.dtype_bytes) for shape in models)
+    head = head_bytes(shapes.actor, head_tokens, backend=work.machine.backend, backward=False)
     sizes = {
-        "activations": max(shape.transient_bytes(tokens, work.dtype_bytes) for shape in models),
-        "log-prob head": head_bytes(shapes.actor, head_tokens, backend=work.machine.backend, backward=False),
-        "gathered weights": max(part.gathered_bytes for part in footprints),
+        "activations": activations,
+        "log-prob head": head,
+        "gathered weights": max(gathered),
+        "blend of the reference": max(0, _blend_bytes(work) - activations - head - max(gathered)),
     }
     return [Allocation(name=name, num_bytes=size, phases=frozenset({SCORE})) for name, size in sizes.items()]
+
+
+def _blend_bytes(work: Workload) -> int:
+    """Return what it takes to move the reference towards the actor: a bucket of gathered weights, and two float32."""
+    if not (work.config.models.reference_sync_steps and work.shapes.reference):
+        return 0
+    is_gathering = work.config.update.zero_stage == 3 and work.machine.num_ranks > 1
+    return GATHERED_BYTES * is_gathering + 2 * 4 * work.shapes.reference.largest_tensor
 
 
 def update_allocations(work: Workload, name: str) -> list[Allocation]:

@@ -19,6 +19,8 @@ class Workload:
     config: Config
     machine: Machine
     shapes: Shapes
+    shards_frozen: bool = False
+    """Whether the ranks divide the parameters of reference and reward model."""
 
     @property
     def dtype_bytes(self) -> int:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hybrid_rl.config import ConfigError
+from hybrid_rl.config import ConfigError, OptimizerConfig
 from hybrid_rl.memory.residency import Phase
 from hybrid_rl.planning.engine_memory import ENGINE_CONTEXT_BYTES, GRAPHS_LAYER_BYTES
 from hybrid_rl.planning.plan import GIB, Machine, Plan
@@ -57,19 +57,68 @@ def test_an_aliased_actor_is_on_the_gpu_twice_before_the_engine_starts(make_conf
     assert actor.gpu_bytes == contexts + (2 + 12 + 4) * SEVEN_B
 
 
-def test_zero_3_loads_the_whole_model_on_every_gpu_before_it_shards_it(make_config):
-    """On 64 GPUs a step holds a sixty-fourth of the model, and the start all of it."""
-    config = make_config("7b", update={"zero_stage": 3}, memory={"swap": "vmm"})
+@pytest.mark.parametrize("kind, bytes_per_parameter", [("adamw", 2 + 16 + 4), ("cpu_adam", 2)])
+def test_with_zero_3_a_gpu_loads_its_shard_and_what_it_gathers(make_config, kind, bytes_per_parameter):
+    """On 64 GPUs: weights, optimizer and first gradients of a sixty-fourth, or the shard and two units of 2 bytes.
+
+    The unit is the embedding, which is larger than a layer.
+    """
+    config = make_config("7b", update={"zero_stage": 3, "actor": OptimizerConfig(kind=kind)}, memory={"swap": "vmm"})
     found = plan(config, machine(num_gpus=64))
     (actor,) = [moment for moment in found.loading if moment.name == "actor"]
     there = sum(size(found, n) for n in ("trainer context", "engine context", "staging bucket", "actor buckets"))
-    assert actor.gpu_bytes == there + 2 * SEVEN_B + 2 * SEVEN_B // 64
+    embedding = 152064 * 3584
+    reading = 2 * (SEVEN_B // 64) + 2 * 2 * embedding
+    loaded = max(reading, bytes_per_parameter * (SEVEN_B // 64))
+    assert actor.gpu_bytes == pytest.approx(there + loaded, abs=64)
+    # On the host, each rank converts a unit of 2 bytes, before and after; that is more than its shard.
+    assert actor.host_bytes == found.host_bytes + 64 * 2 * 2 * embedding
+
+
+def test_sharded_frozen_models_take_a_part_of_every_gpu_and_gather_in_score(make_config):
+    config = make_config("7b", advantage={"kl_coef": 0.1}, memory={"swap": "off"})
+    whole = replace(config, models=replace(config.models, shard_frozen="false"))
+    sharded = replace(config, models=replace(config.models, shard_frozen="true"))
+    found = {name: plan(each, machine(200, 8)) for name, each in {"whole": whole, "sharded": sharded}.items()}
+    assert [each.shards_frozen for each in found.values()] == [False, True]
+    assert size(found["whole"], "reference") == 2 * SEVEN_B
+    assert size(found["sharded"], "reference") == 2 * SEVEN_B // 8
+    gathered = [a.num_bytes for a in found["sharded"].allocations if a.name == "gathered weights"]
+    assert gathered == [2 * 2 * 152064 * 3584]  # the embedding and, ahead of its use, the head
+    moments = {name: each.loading[-1] for name, each in found.items()}
+    assert [moment.name for moment in moments.values()] == ["reference", "reference"]
+    assert moments["whole"].gpu_bytes - moments["sharded"].gpu_bytes == 2 * SEVEN_B - 2 * SEVEN_B // 8 - gathered[0]
+    assert [moment.host_bytes for moment in moments.values()] == [8 * 2 * SEVEN_B, 8 * 2 * gathered[0] // 2]
+
+
+def test_auto_shards_frozen_models_where_whole_ones_do_not_fit_a_gpu_or_a_node(make_config):
+    config = make_config(
+        "7b",
+        advantage={"kl_coef": 0.1},
+        update={"zero_stage": 3},
+        memory={"swap": "off"},
+        rollout={"kv_cache_memory_bytes": GIB},
+    )
+    whole = plan(replace(config, models=replace(config.models, shard_frozen="false")), machine(200, 8))
+    needed = max(whole.moment_bytes, *(whole.peak(phase) for phase in Phase)) / 0.95 / GIB
+    assert not plan(config, machine(needed + 0.1, 8)).shards_frozen
+    assert plan(config, machine(needed - 0.1, 8)).shards_frozen
+    node = replace(machine(200, 8), host_memory_bytes=whole.peak_host_bytes)
+    assert not plan(config, node).shards_frozen
+    assert plan(config, replace(node, host_memory_bytes=whole.peak_host_bytes - 1)).shards_frozen
+    assert not plan(
+        config, replace(machine(10), host_memory_bytes=1)
+    ).shards_frozen  # one rank has nothing to divide by
 
 
 def test_a_run_whose_steps_fit_is_refused_where_its_start_does_not(make_config):
     config = make_config(
         "7b",
-        update={"zero_stage": 3, "micro_batch_tokens": 1024},
+        update={
+            "tensor_parallel_size": 4,
+            "micro_batch_tokens": 1024,
+            "actor": OptimizerConfig(kind="cpu_adam"),
+        },
         models={"gradient_checkpointing": True},
         rollout={"tensor_parallel_size": 4, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 28},
         memory={"swap": "vmm"},
@@ -78,10 +127,10 @@ def test_a_run_whose_steps_fit_is_refused_where_its_start_does_not(make_config):
     config = replace(config, models=replace(config.models, actor=make_config("7b").models.actor))
     found = plan(config, machine(num_gpus=64))
     steps = max(found.peak(phase) for phase in Phase)
-    assert steps < found.loading_bytes
-    small = replace(found, machine=machine((steps + found.loading_bytes) / 2 / GIB / 0.95, num_gpus=64))
-    assert small.missing_bytes == found.loading_bytes - small.machine.budget_bytes
-    with pytest.raises(ConfigError, match=rf"the start needs, at actor, {found.loading_bytes:,} bytes"):
+    assert steps < found.moment_bytes
+    small = replace(found, machine=machine((steps + found.moment_bytes) / 2 / GIB / 0.95, num_gpus=64))
+    assert small.missing_bytes == found.moment_bytes - small.machine.budget_bytes
+    with pytest.raises(ConfigError, match=rf"the start, at actor, needs {found.moment_bytes:,} bytes"):
         check_plan(small, config, read_shapes(config))
 
 
@@ -94,9 +143,27 @@ def test_each_rank_loads_the_model_in_host_memory_beside_all_pinned_copies(make_
     pinned = num_gpus * (12 * (ONE_B // num_gpus) + 2 * ONE_B)
     assert found.host_bytes == pinned
     assert [m.host_bytes for m in found.loading] == [pinned, pinned + num_gpus * 2 * ONE_B]
-    never_saved = replace(config, checkpoint=replace(config.checkpoint, every_steps=0))
-    uses = host_uses(never_saved, shapes, found, num_ranks=num_gpus, dtype_bytes=2, is_cpu=False)
-    assert sum(uses.values()) == found.loading_host_bytes
+    uses = host_uses(config, shapes, found, num_ranks=num_gpus, dtype_bytes=2, is_cpu=False)
+    assert sum(uses.values()) == found.peak_host_bytes
+
+
+def test_a_checkpoint_and_an_export_are_moments_of_the_plan(make_config):
+    """A Llama of 1.2 B on two GPUs with an EMA: its largest tensor is the embedding."""
+    config = make_config(
+        "1b", models={"actor": make_config("1b").models.actor, "ema_decay": 0.9}, memory={"swap": "off"}
+    )
+    found = plan(replace(config, update=replace(config.update, zero_stage=3)), machine(num_gpus=2))
+    checkpoint, export = found.saving
+    assert [checkpoint.name, export.name] == ["checkpoint", "export"]
+    held = sum(a.num_bytes for a in found.allocations if a.phases == frozenset(Phase))
+    embedding = 128256 * 2048
+    assert checkpoint.gpu_bytes == held + 2 * 4 * embedding  # a tensor in float32, gathered and copied
+    assert export.gpu_bytes == held + GIB  # a bucket of gathered weights
+    average = 4 * ONE_B // 2 * 2
+    assert checkpoint.host_bytes == 2 * average + 12 * ONE_B // 2 * 2
+    assert export.host_bytes == average + 2 * ONE_B + GIB  # one file, because the model is smaller than 4 GiB, a bucket
+    nothing = replace(config, checkpoint=replace(config.checkpoint, every_steps=0, export=False))
+    assert plan(nothing, machine(num_gpus=2)).saving == ()
 
 
 def test_tenants_that_stay_are_counted_once_they_are_built(make_config):
