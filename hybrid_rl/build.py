@@ -16,18 +16,14 @@ from hybrid_rl.checkpoints.random_state import seed_generators
 from hybrid_rl.checkpoints.resume import make_saver, open_phase_log
 from hybrid_rl.checkpoints.run_folder import RunFolder
 from hybrid_rl.checkpoints.saver import Saver
-from hybrid_rl.config import Config
+from hybrid_rl.config import Config, LoraConfig
 from hybrid_rl.conversations.setup import Environments
 from hybrid_rl.data.loading import Data
 from hybrid_rl.data.sets import make_text_mixture
 from hybrid_rl.distributed import World, begin_to_end, join_world
-from hybrid_rl.engines import RolloutEngine, TrainEngine
-from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
-from hybrid_rl.engines.deepspeed.sharding import trained_sharder
+from hybrid_rl.engines import TrainEngine
 from hybrid_rl.engines.deepspeed.ulysses import enable_sequence_parallel
-from hybrid_rl.engines.restarts import RestartableEngine
-from hybrid_rl.engines.start import start_engine
-from hybrid_rl.engines.tenants import EngineTenant, Tenants
+from hybrid_rl.engines.tenants import Tenants
 from hybrid_rl.errors import close_each
 from hybrid_rl.first_lines import first_lines
 from hybrid_rl.frozen_models import build_reference, build_reward_sources
@@ -35,10 +31,7 @@ from hybrid_rl.memory.device import grow_segments
 from hybrid_rl.memory.enforcement import Enforcement
 from hybrid_rl.memory.micro_batches import make_limits
 from hybrid_rl.memory.phases import MemoryManager
-from hybrid_rl.memory.residency import Phase
-from hybrid_rl.memory.tenants import Resident
 from hybrid_rl.models.determinism import use_deterministic_kernels
-from hybrid_rl.models.loading import load_actor, load_value_model
 from hybrid_rl.models.packed import PackedModel
 from hybrid_rl.monitoring.preemption import Preemption
 from hybrid_rl.monitoring.recorder import Recorder, environment
@@ -52,9 +45,7 @@ from hybrid_rl.rewards import RunningNormalizer
 from hybrid_rl.run import Run
 from hybrid_rl.steps.ema import EmaWeights
 from hybrid_rl.steps.ptx import PtxLoss
-from hybrid_rl.steps.updates import num_optimizer_steps
-from hybrid_rl.weights.alias import AliasBuffer
-from hybrid_rl.weights.sync import AliasSync, CopySync, WeightSync
+from hybrid_rl.trained_models import admit_parameters, build_critic, build_policy
 
 logger = logging.getLogger(__name__)
 
@@ -125,13 +116,11 @@ def build_in(
         opened=opened,
         resume_from=resume_from,
         aliases_weights=prepared.aliases_weights,
+        shards_frozen=plan.shards_frozen,
+        engine_adapters=prepared.engine_adapters,
         start=start,
         throughput=Throughput(world, peak_flops=peak_flops(config, world.device)),
-        flops=Flops(
-            shapes=prepared.shapes,
-            has_adapters=bool(config.models.lora.rank),
-            shares_prompts=config.rollout.prefix_caching,
-        ),
+        flops=count_flops(prepared),
     )
     run = build_models(setup, steps_done=state["step"])
     if resume_from:
@@ -159,6 +148,12 @@ def begin_record(recorder: Recorder, prepared: Prepared, world: World, start: St
         recorder.timeline.counter("device_memory_loading_plan", **planned)
     for line in (*first_lines(prepared, world), *prepared.data.lines):
         recorder.say(line)
+
+
+def count_flops(prepared: Prepared) -> Flops:
+    """Return what counts the operations of a run."""
+    lora, rollout = prepared.config.models.lora, prepared.config.rollout
+    return Flops(shapes=prepared.shapes, has_adapters=bool(lora.rank), shares_prompts=rollout.prefix_caching)
 
 
 def make_tenants(prepared: Prepared, world: World, start: Start, *, always_resident: frozenset[str]) -> Tenants:
@@ -189,6 +184,10 @@ class Setup:
     """Folder of the checkpoint to continue from."""
     aliases_weights: bool
     """Whether the rollout engine's parameters are views of the trainer's."""
+    shards_frozen: bool
+    """Whether reference and reward model are shards over the ranks."""
+    engine_adapters: LoraConfig | None
+    """See Prepared.engine_adapters."""
     start: Start
     throughput: Throughput
     flops: Flops
@@ -214,7 +213,7 @@ def build_models(setup: Setup, *, steps_done: int) -> Run:
     config, advantage = setup.config, setup.config.advantage
     engine, actor, weight_sync = build_policy(setup)
     ema = build_ema(setup, actor)  # copies the actor's weights, so before the actor is released
-    admit_parameters(setup, "actor", actor, is_aliased=isinstance(weight_sync, AliasSync))
+    admit_parameters(setup, "actor", actor, is_aliased=setup.aliases_weights)
     critic = build_critic(setup)
     is_varlen = all(engine.module.uses_varlen for engine in (actor, critic) if engine)
     num_bytes = sum(engine.checkpoint_bytes for engine in (actor, critic) if engine)
@@ -240,6 +239,7 @@ def build_models(setup: Setup, *, steps_done: int) -> Run:
         actor=actor,
         critic=critic,
         reference=build_reference(setup, actor),
+        shards_frozen=setup.shards_frozen,
         sources=build_reward_sources(setup),
         normalizer=RunningNormalizer() if config.reward.normalize else None,
         kl=KlController(advantage.kl_coef, target=advantage.kl_target, horizon=advantage.kl_horizon),
@@ -263,110 +263,6 @@ def weight_bytes(engine: TrainEngine) -> int:
 def make_preemption(setup: Setup, saver: Saver) -> Preemption:
     """Return what ends the run with a checkpoint at SIGTERM."""
     return Preemption(setup.config.checkpoint, setup.world, setup.recorder.activity, save_seconds=saver.last_seconds)
-
-
-# Actor and rollout engine
-
-
-def build_policy(setup: Setup) -> tuple[RolloutEngine, TrainEngine, WeightSync]:
-    """Return the rollout engine, asleep, the actor's training engine, and the weight sync between them.
-
-    The rollout engine starts on an empty GPU; only with sync.mode = alias the actor's weights are there before it.
-    """
-    config, world, timeline = setup.config, setup.world, setup.recorder.timeline
-    grow_segments(world.device, is_on=False)  # an earlier run of this process may have turned it on
-    alias_buffer = None
-    if setup.aliases_weights:
-        module = load_policy(setup)
-        alias_buffer = AliasBuffer(module.model, world)
-        engine = build_rollout_engine(setup, alias_buffer)
-    else:
-        engine = build_rollout_engine(setup, None)
-        module = load_policy(setup)
-    skipped_steps = config.update.critic_warmup_steps
-    actor = build_train_engine(setup, "actor", module, skipped_steps=skipped_steps, alias_buffer=alias_buffer)
-    if alias_buffer is None:
-        return engine, actor, CopySync(actor, engine, config.sync, world.device, timeline)
-    sync = AliasSync(actor, engine, config.sync, world.device, timeline, alias_buffer=alias_buffer)
-    return engine, actor, sync
-
-
-def load_policy(setup: Setup) -> PackedModel:
-    """Return the actor's model, with adapters where models.lora asks for them."""
-    models, field = setup.config.models, "models.actor"
-    sharder = trained_sharder(setup.config, setup.world, "actor")
-    with setup.start.stage(field):
-        actor = load_actor(models.actor, models, setup.world.device, field=field, lora=models.lora, sharder=sharder)
-    return setup.parallelize(actor, models.actor, field=field)
-
-
-def build_rollout_engine(setup: Setup, alias_buffer: AliasBuffer | None) -> RolloutEngine:
-    """Return the rollout engine; its weights are aliases of the trainer's, or wait for the first weight sync."""
-    config, world, size = setup.config, setup.world, setup.config.rollout.tensor_parallel_size
-    ranks = world.model_parallel_group(size) if size > 1 else None
-    report = functools.partial(setup.start.report, "rollout engine")
-    start = functools.partial(start_engine, config, world=world, ranks=ranks, alias_buffer=alias_buffer, report=report)
-    with setup.start.stage("rollout engine"):
-        engine = RestartableEngine(start, world) if config.rollout.restarts else start()
-    setup.opened.append(engine.close)
-    stays = config.memory.swap == "off"
-    weights = Resident() if stays or alias_buffer else EngineTenant(engine, "weights", filled_in=Phase.SYNC)
-    setup.memory.admit("engine_weights", weights)
-    setup.memory.admit("engine_kv_cache", Resident() if stays else EngineTenant(engine, "kv_cache", filled_in=None))
-    return engine
-
-
-# Training engines
-
-
-def build_train_engine(
-    setup: Setup, name: str, module: PackedModel, *, skipped_steps: int = 0, alias_buffer: AliasBuffer | None = None
-) -> TrainEngine:
-    """Return the training engine of `actor` or `critic`, in the state of the checkpoint if there is one.
-
-    Args:
-        skipped_steps: steps at the start in which the model takes no optimizer step.
-        alias_buffer: the buffer that holds the parameters, if the rollout engine aliases them.
-    """
-    config, loader = setup.config, setup.data.loader
-    sizes = [prompts * config.rollout.group_size for prompts in loader.batch_sizes(config.run.num_steps)]
-    make = functools.partial(
-        DeepSpeedEngine,
-        module,
-        getattr(config.update, name),
-        zero_stage=config.update.zero_stage,
-        total_steps=num_optimizer_steps(sizes[skipped_steps:], config.update),
-        world=setup.world,
-        alias_buffer=alias_buffer,
-        tensor_parallel_size=config.update.tensor_parallel_size,
-        is_offloaded=setup.tenants.is_offloaded(name),
-        further=config.update.deepspeed,
-    )
-    with setup.start.stage(f"optimizer of the {name}"):
-        engine = make()
-        setup.load(engine, name)
-        setup.memory.admit(f"{name}_optimizer", setup.tenants.optimizer(name, engine))
-    return engine
-
-
-def admit_parameters(setup: Setup, name: str, engine: TrainEngine, *, is_aliased: bool = False) -> None:
-    """Register the parameters of `actor` or `critic` as a tenant, which releases them until a phase needs them."""
-    with setup.start.stage(f"parameters of the {name}"):
-        setup.memory.admit(f"{name}_parameters", setup.tenants.parameters(name, engine, is_aliased=is_aliased))
-
-
-def build_critic(setup: Setup) -> TrainEngine | None:
-    """Return the critic's training engine, released; None for an estimator without a critic."""
-    models, field = setup.config.models, "models.critic"
-    if not setup.config.has_critic:
-        return None
-    path = models.critic or models.reward or models.actor
-    load = functools.partial(load_value_model, path, models, setup.world.device, field=field, new_head=True)
-    with setup.start.stage(field):
-        module = load(lora=models.lora, sharder=trained_sharder(setup.config, setup.world, "critic"))
-    critic = build_train_engine(setup, "critic", setup.parallelize(module, path, field=field))
-    admit_parameters(setup, "critic", critic)
-    return critic
 
 
 def build_ema(setup: Setup, actor: TrainEngine) -> EmaWeights | None:

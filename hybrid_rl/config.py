@@ -51,8 +51,18 @@ class LoraConfig:
     """Rank of every adapter; 0 trains all weights instead."""
     alpha: float = 32.0
     """Numerator of the scale alpha / rank of an adapter's product."""
+    rslora: bool = False
+    """Scale an adapter's product by alpha / sqrt(rank) instead, which keeps large ranks as effective as small ones."""
     target_modules: list[str] | None = None
     """Names of the linear layers with an adapter; null is every linear layer except the head."""
+    sync: Literal["auto", "adapters", "merged"] = "auto"
+    """What the rollout engine gets. adapters: the adapters alone, beside a base that the engine aliases where
+    `sync.mode` allows it, else copies; decoding computes them in every layer. merged: full weights with the adapters
+    merged, which decode faster and are copied in every step. auto: adapters where the engine aliases the base, else
+    merged."""
+    export: Literal["both", "adapter", "merged"] = "both"
+    """What an export of the actor holds: the adapter for peft in a folder `..._adapter`, the model with the adapter
+    merged, or both."""
 
 
 @dataclass(frozen=True, kw_only=True)

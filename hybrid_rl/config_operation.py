@@ -94,7 +94,8 @@ class SyncConfig:
 
     mode: Literal["auto", "alias", "copy"] = "auto"
     """alias: the engine's parameters are views of the trainer's, so that nothing is copied. copy: weights pass through
-    a bucket. auto: alias where ZeRO stage, adapters and architecture allow it, else copy; the run logs the reason."""
+    a bucket. auto: alias where ZeRO stage and architecture allow it, else copy; the run logs the reason. With
+    adapters, what is aliased or copied is the base; see `models.lora.sync`."""
     bucket_bytes: int = 1 << 30
     """Size in bytes of the bucket, at most the model's; it grows to hold any one tensor in half of it."""
     num_verified: int = 8

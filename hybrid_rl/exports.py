@@ -60,11 +60,12 @@ def has_final_critic(run: Run) -> bool:
 
 def _write_actor(run: Run, folder: Path) -> None:
     """Write the actor as a Hugging Face folder; its EMA and its adapter get a folder each, if the run has them."""
-    actor, tokenizer, world = run.actor, run.data.tokenizer, run.world
-    exporting.export(folder, actor, tokenizer, world)
+    actor, tokenizer, world, lora = run.actor, run.data.tokenizer, run.world, run.config.models.lora
+    if not lora.rank or lora.export != "adapter":
+        exporting.export(folder, actor, tokenizer, world)
     if run.ema:
-        exporting.export_weights(exporting.beside(folder, "ema"), actor, run.ema.weights(), tokenizer, world)
-    if run.config.models.lora.rank:
+        exporting.export_weights(exporting.beside(folder, "ema"), actor, run.ema, tokenizer, world)
+    if lora.rank and lora.export != "merged":
         exporting.export_adapter(exporting.beside(folder, "adapter"), actor, world)
 
 

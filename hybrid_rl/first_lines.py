@@ -14,6 +14,7 @@ from hybrid_rl.models.folders import load_config
 from hybrid_rl.monitoring.recorder import environment
 from hybrid_rl.planning.plan import Plan
 from hybrid_rl.preflight import Prepared
+from hybrid_rl.weights.choice import SyncChoice
 from hybrid_rl_kernels import dispatch
 
 
@@ -68,7 +69,7 @@ def _engine_lines(prepared: Prepared) -> list[str]:
     ranks = rollout.tensor_parallel_size
     name = "vLLM" if rollout.engine == "vllm" else "transformers, in the trainer's process"
     place = f"one per {ranks} ranks" if ranks > 1 else "one per rank"
-    weights = f"copies of the trainer's weights ({prepared.why_copies})" if prepared.why_copies else "shared weights"
+    weights = _weights_words(prepared.sync)
     further = f"; arguments passed on: {', '.join(rollout.vllm)}" if rollout.vllm else ""
     sizes = {"sequence parallel": update.sequence_parallel_size, "tensor parallel": update.tensor_parallel_size}
     parallel = "".join(f", {kind} over {size} ranks" for kind, size in sizes.items() if size > 1)
@@ -79,6 +80,16 @@ def _engine_lines(prepared: Prepared) -> list[str]:
         f"rollout engine: {name}, {place}, {weights}{further}",
         f"training engine: DeepSpeed ZeRO {update.zero_stage}, {optimizers}{parallel}{configured}",
     ]
+
+
+def _weights_words(sync: SyncChoice) -> str:
+    """Return what the rollout engine gets from the trainer, with the reason of each copy."""
+    if sync.why_merged:
+        return f"copies of the trainer's weights with the adapters merged ({sync.why_merged})"
+    what, adapters = ("base", "adapters, ") if sync.sends_adapters else ("weights", "")
+    if sync.why_copies:
+        return f"{adapters}copies of the trainer's {what} ({sync.why_copies})"
+    return f"{adapters}shared {what}"
 
 
 def _environment_lines(config: Config) -> list[str]:

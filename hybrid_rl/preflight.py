@@ -6,7 +6,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from hybrid_rl.checkpoints.find import read_state
 from hybrid_rl.checkpoints.lock import check_unlocked
 from hybrid_rl.checkpoints.run_folder import RunFolder, decide_together
 from hybrid_rl.checkpoints.start import EXPORTED, Start
-from hybrid_rl.config import Config, ConfigError, Findings, check
+from hybrid_rl.config import Config, ConfigError, Findings, LoraConfig, check
 from hybrid_rl.conversations.setup import Environments, start_environments
 from hybrid_rl.data.loading import Data, load_data
 from hybrid_rl.distributed import World
@@ -36,7 +36,7 @@ from hybrid_rl.planning.run_bytes import disk_uses, host_uses
 from hybrid_rl.planning.shapes import Shapes, read_shapes
 from hybrid_rl.planning.startup import measure_machine, plan_run
 from hybrid_rl.validate import CANNOT_OFFLOAD, can_offload, check_device, check_ranks, dtype_name, validate
-from hybrid_rl.weights.layout import why_not_alias
+from hybrid_rl.weights.choice import SyncChoice, choose_sync
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +98,8 @@ class Prepared:
     """None for a run without conversations."""
     shapes: Shapes
     plan: Plan
-    why_copies: str
-    """Why the rollout engine gets copies of the trainer's weights; empty if its parameters are views of them."""
+    sync: SyncChoice
+    """How the rollout engine gets the trainer's weights."""
     start: Start
     """How the run starts from what lies in its folder."""
     folder: RunFolder | None
@@ -116,7 +116,14 @@ class Prepared:
     @property
     def aliases_weights(self) -> bool:
         """Whether the rollout engine's parameters are views of the trainer's."""
-        return not self.why_copies
+        return not self.sync.why_copies
+
+    @property
+    def engine_adapters(self) -> LoraConfig | None:
+        """Settings, with target_modules, of adapters that the engine gets beside the weights; None for none."""
+        lora, linears = self.config.models.lora, self.shapes.actor.linears
+        targets = lora.target_modules or sorted({name for name, _, _ in linears})
+        return replace(lora, target_modules=targets) if self.sync.sends_adapters else None
 
 
 class Checks(Findings):
@@ -188,24 +195,25 @@ def _prepare_in(folder: RunFolder | None, config: Config, site: Site, checks: Ch
         environments = checks.run(lambda: start_environments(config, data)) if data else None
     shapes = checks.run(lambda: read_shapes(config))
     plan = checks.run(lambda: plan_run(config, shapes, site.machine, is_cpu=site.is_cpu)) if shapes else None
-    why_copies = checks.run(lambda: _why_copies(config, shapes, site)) if shapes else None
+    sync = checks.run(lambda: _choose_sync(config, shapes, site)) if shapes else None
+    is_aliased = sync is not None and not sync.why_copies
     if shapes and plan:
         with site.stage("engines"):
-            _check_engines(checks, config, shapes, plan, site, is_aliased=why_copies == "")
+            _check_engines(checks, config, shapes, plan, site, is_aliased=is_aliased)
     start = checks.run(lambda: _find_start(config, data, site.world))
     if shapes and plan and site.checks_node:
-        _check_memory(checks, config, shapes, plan, site, is_aliased=why_copies == "")
+        _check_memory(checks, config, shapes, plan, site, is_aliased=is_aliased)
         if site.world.is_main:
             checks.run(lambda: _check_disk(config, shapes, site, start[0] if start else None))
     raise_together(checks, site.world)
-    assert data and shapes and plan and start and why_copies is not None
+    assert data and shapes and plan and start and sync
     return Prepared(
         config=plan.sized(config),
         data=data,
         environments=environments,
         shapes=shapes,
         plan=plan,
-        why_copies=why_copies,
+        sync=sync,
         start=start[0],
         folder=folder,
         state=start[1],
@@ -311,19 +319,15 @@ def check_offload(config: Config, plan: Plan, device: torch.device) -> None:
     )
 
 
-def _why_copies(config: Config, shapes: Shapes, site: Site) -> str:
-    """Return why the rollout engine gets copies of the trainer's weights; "" if its parameters are views of them.
+def _choose_sync(config: Config, shapes: Shapes, site: Site) -> SyncChoice:
+    """Return how the rollout engine gets the trainer's weights.
 
     Raises:
-        ConfigError: sync.mode = alias, and a rule forbids it.
+        ConfigError: see choose_sync.
     """
-    if config.sync.mode == "copy":
-        return "sync.mode = copy"
     dtype = choose_dtype(config.models.dtype, site.world.device)
     tensors = [(name, shape, dtype) for name, shape in shapes.actor.tensors]
-    obstacle = why_not_alias(config, architecture=shapes.actor.architecture, tensors=tensors)
-    check(obstacle is None or config.sync.mode == "auto", f"sync.mode = alias: {obstacle}")
-    return obstacle or ""
+    return choose_sync(config, architecture=shapes.actor.architecture, tensors=tensors)
 
 
 def _find_start(config: Config, data: Data | None, world: World) -> tuple[Start, dict[str, Any]]:

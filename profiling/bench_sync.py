@@ -234,7 +234,7 @@ def measure(bench: Bench, shape: dict[str, int]) -> None:
         model = Qwen2ForCausalLM(config).to(dtype).requires_grad_(False)
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        alias_buffer = AliasBuffer(model, world)
+        alias_buffer = AliasBuffer(dict(model.named_parameters()), world)
         trainer = Trainer(model=model)
         bench_floor(bench, trainer)
 

@@ -11,7 +11,18 @@ MODULES = sorted(
     p.relative_to(ROOT) for folder in ("hybrid_rl", "kernels", "launch") for p in (ROOT / folder).rglob("*.py")
 )
 
-SPINE = {"run", "preflight", "first_lines", "build", "frozen_models", "stages", "evaluation", "exports", "trainer"}
+SPINE = {
+    "run",
+    "preflight",
+    "first_lines",
+    "build",
+    "frozen_models",
+    "trained_models",
+    "stages",
+    "evaluation",
+    "exports",
+    "trainer",
+}
 """The modules that compose the rooms, so they may import every one."""
 BASE = {"config", "errors", "batch", "distributed", "atomic", "serialization", "exchange", "printable", "processes"}
 ROOMS: dict[str, set[str]] = {

@@ -144,7 +144,13 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "models.shard_frozen",
         ),
         **_refused("the checkpoint holds adapters of one shape, or whole weights", "models.lora.rank"),
-        **_refused("the checkpoint's adapters have this scale", "models.lora.alpha", needs="models.lora.rank"),
+        **_refused(
+            "the checkpoint's adapters have this scale",
+            "models.lora.alpha",
+            "models.lora.rslora",
+            needs="models.lora.rank",
+        ),
+        **_may_change("the checkpoint holds the adapters as they are", "models.lora.sync", "models.lora.export"),
         **_refused(
             "the checkpoint holds the adapters of these layers",
             "models.lora.target_modules",

@@ -12,7 +12,7 @@ from torch import Tensor
 from hybrid_rl.batch import ConversationStart, Rollout
 from hybrid_rl.checkpoints.snapshot import Snapshot
 from hybrid_rl.config import RolloutConfig
-from hybrid_rl.weights.protocols import NamedShape, WeightReceiver
+from hybrid_rl.weights.protocols import NamedShape, WeightReceiver, WeightSource
 
 ReportStage = Callable[[str, int, int | None], None]
 """Receives name, start and end of a stage of an engine's start, in nanoseconds of the monotonic clock; the end is None
@@ -176,6 +176,16 @@ class TrainEngine(Protocol):
     @property
     def has_adapters(self) -> bool:
         """Whether only low-rank adapters are trained, and the model itself is frozen."""
+        ...
+
+    @property
+    def base(self) -> WeightSource:
+        """Every weight without its adapter."""
+        ...
+
+    @property
+    def adapters(self) -> WeightSource:
+        """The matrices of the adapters, named as in peft's files, with the scale of a product in its second factor."""
         ...
 
     @property

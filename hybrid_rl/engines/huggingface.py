@@ -3,14 +3,18 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from hybrid_rl.batch import ConversationStart, Rollout
+from hybrid_rl.config import LoraConfig
 from hybrid_rl.engines import Generation, Request, RunConversations, Sampling
 from hybrid_rl.models.loading import load_dense
+from hybrid_rl.models.lora import adapter_factors, add_adapters
+from hybrid_rl.models.routing import corrections
 from hybrid_rl.models.tokenizer import load_tokenizer
 from hybrid_rl.weights.bucket import AliasedWeights, Slot, open_ipc_bucket
 from hybrid_rl.weights.checksum import checksum
@@ -30,6 +34,7 @@ class HuggingFaceEngine:
         dtype: torch.dtype,
         device: torch.device,
         aliased: AliasedWeights | None = None,
+        adapters: LoraConfig | None = None,
         trust_remote_code: bool = False,
     ) -> None:
         """Load the model.
@@ -37,11 +42,15 @@ class HuggingFaceEngine:
         Args:
             model: folder or hub name of the model, and of its tokenizer if there are stop strings.
             aliased: the trainer's weights, which the parameters become views of; None for copies.
+            adapters: settings of adapters that the engine gets beside the weights; None for none.
             trust_remote_code: see ModelsConfig.
         """
         self.model = load_dense(model, dtype, trust_remote_code=trust_remote_code)
-        self.model.to(device).requires_grad_(False).eval()
-        self.parameters = dict(self.model.named_parameters())
+        self.model.to(device)
+        self.parameters = dict(self.model.named_parameters()) | corrections(self.model)
+        if adapters:
+            self.parameters |= self._add_adapters(adapters)
+        self.model.requires_grad_(False).eval()
         self._device = device
         self._folder = model
         self._trust_remote_code = trust_remote_code
@@ -53,6 +62,12 @@ class HuggingFaceEngine:
             for slot in aliased.slots:
                 self.parameters[slot.name].data = slot.view(bucket)
                 self._received.add(slot.name)
+
+    def _add_adapters(self, adapters: LoraConfig) -> dict[str, Any]:
+        """Return the matrices of new adapters by name; the trainer multiplies the scale into them."""
+        unscaled = replace(adapters, alpha=float(adapters.rank), rslora=False)
+        add_adapters(self.model, unscaled, heads=[self.model.get_output_embeddings()])
+        return {name: factor.base for name, factor in adapter_factors(self.model).items()}
 
     @torch.no_grad()
     def generate(

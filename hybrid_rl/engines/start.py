@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hybrid_rl.config import Config
+from hybrid_rl.config import Config, LoraConfig
 from hybrid_rl.distributed import World
 from hybrid_rl.engines import ReportStage, RolloutEngine
 from hybrid_rl.engines.group import GroupEngine
@@ -22,6 +22,7 @@ def start_engine(
     world: World,
     ranks: World | None = None,
     alias_buffer: AliasBuffer | None = None,
+    adapters: LoraConfig | None = None,
     is_restart: bool = False,
     report: ReportStage = lambda *_: None,
 ) -> RolloutEngine:
@@ -35,11 +36,14 @@ def start_engine(
         world: all ranks.
         ranks: the ranks that share this rank's engine; None for an engine of its own.
         alias_buffer: the trainer's weights; None for an engine that gets copies.
+        adapters: settings, with target_modules, of adapters that the engine gets beside the weights; None for none.
         is_restart: whether the trainer's models are loaded.
         report: receives the stages of the start.
     """
     aliased = alias_buffer.export() if alias_buffer else None
-    start = functools.partial(_start, config, world=world, aliased=aliased, is_restart=is_restart, report=report)
+    start = functools.partial(
+        _start, config, world=world, aliased=aliased, adapters=adapters, is_restart=is_restart, report=report
+    )
     return GroupEngine(ranks, lambda gpus: start(gpus=gpus)) if ranks else start()
 
 
@@ -48,6 +52,7 @@ def _start(
     *,
     world: World,
     aliased: AliasedWeights | None,
+    adapters: LoraConfig | None,
     is_restart: bool,
     report: ReportStage,
     gpus: Sequence[str] = (),
@@ -65,6 +70,7 @@ def _start(
             dtype=choose_dtype(config.models.dtype, world.device),
             device=world.device,
             aliased=aliased,
+            adapters=adapters,
             trust_remote_code=config.models.trust_remote_code,
         )
     from hybrid_rl.engines.vllm.engine import VllmEngine  # imports vLLM's dependencies, which takes seconds
@@ -75,6 +81,7 @@ def _start(
         **_vllm_settings(config, world.device),
         seed=(config.run.seed * 1000 + world.rank) % 2**32,  # NumPy, which vLLM seeds, takes 32 bits
         aliased=aliased,
+        adapters=adapters,
         gpus=gpus,
         is_restart=is_restart,
         stall_timeout_s=config.run.stall_timeout_s,

@@ -1,10 +1,10 @@
-"""Low-rank adapters (LoRA) inside a model: injection, merged weights for engine and export, and the reference policy.
+"""Low-rank adapters (LoRA) inside a model: injection, what engine and exports receive, and the reference policy.
 
 peft injects the adapters into the Hugging Face model, so heads, packing and ZeRO need no special case. Adapters have
 the dtype of the model, because DeepSpeed casts all of it; in bfloat16 the optimizer keeps float32 master copies of
 them, as of any trained weight.
 
-Source: Hu et al. 2021 (LoRA, arXiv 2106.09685).
+Sources: Hu et al. 2021 (LoRA, arXiv 2106.09685); Kalajdzievski 2023 (rank-stabilised scale, arXiv 2312.03732).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hybrid_rl.config import ConfigError, LoraConfig, check
+from hybrid_rl.models.routing import corrections
 
 _ADAPTER = "default"  # peft's name for the only adapter of a model
 
@@ -68,6 +69,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, heads: Sequence[
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
+        use_rslora=config.rslora,
         target_modules=targets,
         fan_in_fan_out=is_transposed,
         task_type="CAUSAL_LM",
@@ -88,7 +90,8 @@ def adapter_settings(model: Any) -> dict[str, Any]:
     if not has_adapters(model):
         return {}
     settings = model.peft_config[_ADAPTER]
-    return {"rank": settings.r, "alpha": settings.lora_alpha, "target_modules": sorted(settings.target_modules)}
+    found = {"rank": settings.r, "alpha": settings.lora_alpha, "target_modules": sorted(settings.target_modules)}
+    return found | ({"rslora": True} if settings.use_rslora else {})
 
 
 def _adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -117,12 +120,12 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 class ServedWeight:
     """A weight as engine and exports see it, with its adapter merged."""
 
-    base: nn.Parameter
+    base: Tensor
     layer: Any = None
     """The peft layer that holds the adapter of the weight; None if it has none."""
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
+    def parameters(self) -> list[Tensor]:
         """The parameters that `compute` reads, which ZeRO-3 must gather first."""
         if self.layer is None:
             return [self.base]
@@ -130,7 +133,7 @@ class ServedWeight:
 
     @torch.no_grad()
     def compute(self) -> Tensor:
-        """Return W + alpha / rank * B A, accumulated in float32 and rounded once; without an adapter, W."""
+        """Return W + scale * B A, accumulated in float32 and rounded once; without an adapter, W."""
         if self.layer is None:
             return self.base.detach()
         base, a, b = (p.detach() for p in self.parameters)
@@ -139,10 +142,36 @@ class ServedWeight:
         return (base.to(dtype) + (product.t() if self.layer.fan_in_fan_out else product)).to(base.dtype)
 
 
-class ServedTensors(Mapping[str, Tensor]):
-    """Name -> tensor, each merged when it is read, so that no merged copy of the whole model exists."""
+@dataclass(frozen=True, kw_only=True)
+class ServedFactor:
+    """A matrix of an adapter as an engine computes with it, which multiplies by no further scale."""
 
-    def __init__(self, weights: Mapping[str, ServedWeight]) -> None:
+    base: Tensor
+    scale: float
+    """Scale of the adapter's product in the factor B; 1 in the factor A."""
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters that `compute` reads, which ZeRO-3 must gather first."""
+        return [self.base]
+
+    @torch.no_grad()
+    def compute(self) -> Tensor:
+        """Return the matrix times its scale, multiplied in float32 and rounded once."""
+        held = self.base.detach()
+        if self.scale == 1:
+            return held
+        return (held.to(torch.promote_types(held.dtype, torch.float32)) * self.scale).to(held.dtype)
+
+
+Served = ServedWeight | ServedFactor
+"""A tensor that engine or exports receive, computed from parameters of the model."""
+
+
+class ServedTensors(Mapping[str, Tensor]):
+    """Name -> tensor, each computed when it is read, so that no merged copy of the whole model exists."""
+
+    def __init__(self, weights: Mapping[str, Served]) -> None:
         self._weights = weights
 
     def __getitem__(self, name: str) -> Tensor:
@@ -166,13 +195,36 @@ def served_weights(model: nn.Module) -> dict[str, ServedWeight]:
         owner = owner.removesuffix(".base_layer")
         layer = layers.get(owner) if leaf == "weight" else None
         weights[f"{owner}.{leaf}" if owner else leaf] = ServedWeight(base=parameter, layer=layer)
-    return weights
+    return weights | {name: ServedWeight(base=buffer) for name, buffer in corrections(model).items()}
+
+
+def base_weights(model: nn.Module) -> dict[str, ServedWeight]:
+    """Return every weight without its adapter, named as in `served_weights`."""
+    return {name: ServedWeight(base=weight.base) for name, weight in served_weights(model).items()}
+
+
+def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of all weights without the adapters, named as in `served_weights`."""
+    return {name: each.base for name, each in base_weights(model).items() if isinstance(each.base, nn.Parameter)}
+
+
+def adapter_factors(model: nn.Module) -> dict[str, ServedFactor]:
+    """Return the matrices of the adapters, named as in `adapter_parameters`; {} without any."""
+    scales: dict[str, float] = {}
+    for name, layer in _adapted_layers(model).items():
+        scales |= {adapter_name(name, "lora_A"): 1.0, adapter_name(name, "lora_B"): layer.scaling[_ADAPTER]}
+    return {name: ServedFactor(base=p, scale=scales[name]) for name, p in adapter_parameters(model).items()}
+
+
+def adapter_name(layer: str, part: str) -> str:
+    """Return the name of an adapter's `lora_A` or `lora_B` in peft's checkpoint files."""
+    return f"base_model.model.{layer}.{part}.weight"
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of the adapters under their names in peft's checkpoint files."""
     return {
-        f"base_model.model.{layer_name}.{part}.weight": getattr(layer, part)[_ADAPTER].weight
+        adapter_name(layer_name, part): getattr(layer, part)[_ADAPTER].weight
         for layer_name, layer in _adapted_layers(model).items()
         for part in ("lora_A", "lora_B")
     }

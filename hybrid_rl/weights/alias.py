@@ -1,6 +1,6 @@
 """The buffer of sync.mode = alias, which holds the trainer's weights; the engine's parameters are views of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,17 +11,17 @@ from hybrid_rl.weights.layout import alias_bytes, alias_slots
 
 
 class AliasBuffer:
-    """The parameters of a model in one buffer, which another process can open."""
+    """The weights of a model in one buffer, which another process can open."""
 
     @torch.no_grad()
-    def __init__(self, model: nn.Module, world: World) -> None:
-        """Move the parameters of a Hugging Face model into the buffer.
+    def __init__(self, weights: Mapping[str, nn.Parameter], world: World) -> None:
+        """Move the weights of a Hugging Face model into the buffer.
 
         Args:
-            model: its parameters have one dtype; tied parameters are stored once.
+            weights: name in the model's checkpoint -> parameter, all of one dtype; tied parameters occur once.
             world: all ranks, for which DeepSpeed aligns its parameter groups.
         """
-        self._parameters = dict(model.named_parameters())
+        self._parameters = dict(weights)
         shapes = [(name, tuple(p.shape), p.dtype) for name, p in self._parameters.items()]
         self.slots = alias_slots(shapes, num_ranks=world.size)
         self._bucket = IpcBucket(alias_bytes(self.slots, num_ranks=world.size), world.device)

@@ -80,11 +80,12 @@ def plan_buckets(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]], max_
             buckets.append([])
             slot = Slot(name=name, shape=tuple(shape), dtype=dtype, offset=0)
         buckets[-1].append(slot)
-        used = _aligned(slot.offset + slot.nbytes)
+        used = aligned(slot.offset + slot.nbytes)
     return buckets
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
+    """Return the first offset from num_bytes on at which a tensor may begin."""
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
@@ -105,7 +106,7 @@ def plan_halves(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]], num_b
     small = [bucket for bucket in plan if bucket_bytes([bucket]) <= half]
     pairs = itertools.zip_longest(large, small[: len(large)], fillvalue=())
     order = [bucket for pair in pairs for bucket in pair if bucket] + small[len(large) :]
-    second = _aligned(bucket_bytes(order[::2]))
+    second = aligned(bucket_bytes(order[::2]))
     return [
         [replace(slot, offset=slot.offset + second) for slot in bucket] if index % 2 else bucket
         for index, bucket in enumerate(order)

@@ -16,6 +16,7 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers whose weights and biases vLLM fuses into one parameter, in the order of their rows."""
 KNOWN = frozenset(
     {
+        "DeepseekV2ForCausalLM",
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
         "GemmaForCausalLM",
@@ -112,8 +113,6 @@ def why_not_alias(config: Config, *, architecture: str, tensors: Sequence[NamedS
         return f"update.tensor_parallel_size = {size} shards the trainer's weights, the engine's are unsharded; use 1"
     if config.update.zero_stage == 3:
         return "update.zero_stage = 3 shards the trainer's weights, the engine's are unsharded; use 0 to 2"
-    if config.models.lora.rank:
-        return f"models.lora.rank = {config.models.lora.rank}: the trainer has no merged weights to alias; use 0"
     for field, given, key in (
         ("rollout.vllm", config.rollout.vllm, "model_impl"),
         ("update.deepspeed.zero_optimization", _zero(config), "round_robin_gradients"),

@@ -1,5 +1,6 @@
 """Weight sync: the rollout engine gets the trainer's current weights, by copy or by alias, and they are verified."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,7 +9,7 @@ import torch
 from hybrid_rl.config import SyncConfig
 from hybrid_rl.monitoring.timeline import Timeline
 from hybrid_rl.weights.alias import AliasBuffer
-from hybrid_rl.weights.bucket import IpcBucket, bucket_bytes, copy_tensors, plan_halves
+from hybrid_rl.weights.bucket import IpcBucket, Slot, bucket_bytes, copy_tensors, plan_halves
 from hybrid_rl.weights.protocols import WeightReceiver, WeightSource
 from hybrid_rl.weights.verify import SyncError, Verifier
 
@@ -41,6 +42,22 @@ class WeightSync(Protocol):
         ...
 
 
+class Filling:
+    """One fill of a bucket: some tensors of the trainer and their places."""
+
+    def __init__(self, trainer: WeightSource, slots: Sequence[Slot], bucket: IpcBucket) -> None:
+        """Take the places of the tensors in the bucket."""
+        self._trainer = trainer
+        self.names = [slot.name for slot in slots]
+        self.views = [slot.view(bucket.tensor) for slot in slots]
+        self.num_bytes = sum(slot.nbytes for slot in slots)
+
+    def fill(self) -> None:
+        """Copy the tensors into the bucket; a collective under ZeRO-3."""
+        with self._trainer.gathered(self.names) as tensors:
+            copy_tensors(self.views, [tensors[name] for name in self.names])
+
+
 class CopySync:
     """Copies all weights through one buffer that the engine opens once.
 
@@ -56,19 +73,14 @@ class CopySync:
         timeline: Timeline,
     ) -> None:
         """Allocate the buffer on the trainer's device and let the engine open it."""
-        self._trainer = trainer
         self._engine = engine
         self._device = device
         self._timeline = timeline
         self._verifier = Verifier(trainer, engine, config)
         self._plan = plan_halves(trainer.named_shapes(), config.bucket_bytes)
-        self._num_bytes = sum(slot.nbytes for bucket in self._plan for slot in bucket)
         self._bucket = IpcBucket(bucket_bytes(self._plan), device)
-        self.fills = [
-            ([slot.name for slot in bucket], [slot.view(self._bucket.tensor) for slot in bucket])
-            for bucket in self._plan
-        ]
-        """For each bucket the names of its tensors, and the views of the buffer that they are copied to."""
+        self.fills = [Filling(trainer, bucket, self._bucket) for bucket in self._plan]
+        self._num_bytes = sum(filling.num_bytes for filling in self.fills)
         self.connect()
 
     def connect(self) -> None:
@@ -85,10 +97,9 @@ class CopySync:
         """
         version = self._engine.weights_version
         with self._timeline.span("sync_weights", bytes=self._num_bytes):
-            for index, (names, views) in enumerate(self.fills):
-                with self._trainer.gathered(names) as tensors:
-                    copy_tensors(views, [tensors[name] for name in names])
-                _synchronize(self._device)
+            for index, filling in enumerate(self.fills):
+                filling.fill()
+                synchronize(self._device)
                 self._engine.load_bucket(index)
             self._engine.finish_sync()
         with self._timeline.span("verify"):
@@ -127,17 +138,26 @@ class AliasSync:
         """
         version = self._engine.weights_version
         with self._timeline.span("sync_weights", bytes=0):
-            moved = self.alias_buffer.moved()
-            if moved:
-                raise SyncError(f"trainer tensor {moved[0]} has left the buffer that the engine aliases")
-            _synchronize(self._device)
+            check_in_buffer(self.alias_buffer)
+            synchronize(self._device)
             self._engine.finish_sync()
         with self._timeline.span("verify"):
             num_verified = self._verifier.check(version)
         return SyncReport(version=version + 1, num_bytes=0, num_verified=num_verified)
 
 
-def _synchronize(device: torch.device) -> None:
+def check_in_buffer(alias_buffer: AliasBuffer) -> None:
+    """Check that the engine's aliases follow the trainer.
+
+    Raises:
+        SyncError: a weight of the trainer is no longer in the buffer, by name.
+    """
+    moved = alias_buffer.moved()
+    if moved:
+        raise SyncError(f"trainer tensor {moved[0]} has left the buffer that the engine aliases")
+
+
+def synchronize(device: torch.device) -> None:
     """Wait until all that the trainer has launched is in memory, where the engine's process reads it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

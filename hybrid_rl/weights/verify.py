@@ -97,3 +97,29 @@ class Verifier:
             extremes = torch.stack([torch.stack(tensor.aminmax()) for tensor in flat.values()])  # [names, 2], no copies
             found = torch.cat([extremes.isfinite().all(1).long(), checksums(views)]).tolist()
         return found[: len(names)], found[len(names) :]
+
+
+class FrozenVerifier(Verifier):
+    """A Verifier of weights that nothing may write to: it also compares them with what they were at the first sync.
+
+    Trainer and engine may hold them in the same memory, where a comparison of the two shows no write.
+    """
+
+    def __init__(self, trainer: WeightSource, engine: WeightReceiver, config: SyncConfig) -> None:
+        super().__init__(trainer, engine, config)
+        self._first: dict[str, int] = {}
+
+    def _compare(self, names: Sequence[str], workers: Sequence[dict[str, list[tuple[TensorSlice, int]]]]) -> None:
+        """Compare the named tensors with the engine's and with the first sync's.
+
+        Raises:
+            SyncError: see Verifier.check; or a tensor has changed, by name.
+        """
+        super()._compare(names, workers)
+        if not names:
+            return
+        with self._trainer.gathered(names) as tensors:
+            found = checksums([tensors[name] for name in names]).tolist()
+        for name, total in zip(names, found, strict=True):
+            if self._first.setdefault(name, total) != total:
+                raise SyncError(f"trainer tensor {name} is frozen and has changed")

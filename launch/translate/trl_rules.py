@@ -231,6 +231,7 @@ RULES: Mapping[str, Callable[[Command], Any]] = {
     "models.dtype": _dtype,
     "models.lora.rank": lambda c: _lora(c, c["lora_r"]),
     "models.lora.alpha": lambda c: _lora(c, c["lora_alpha"]),
+    "models.lora.rslora": lambda c: _lora(c, c["use_rslora"]),
     "models.lora.target_modules": lambda c: (
         KEEP_DEFAULT if c["lora_target_modules"] in (None, ["all-linear"]) else _lora(c, c["lora_target_modules"])
     ),

@@ -67,7 +67,7 @@ MODELS = (
     lost("lora_target_parameters", str, None, "adapters are on linear layers alone", num_values=None),
     lost("lora_modules_to_save", str, None, "no layer is trained whole beside adapters", num_values=None),
     moot("lora_task_type", str, "the actor is a causal language model"),
-    lost("use_rslora", bool, False, "an adapter's scale is alpha / rank"),
+    maps("use_rslora", bool, False, "models.lora.rslora"),
     lost("use_dora", bool, False, "adapters are plain LoRA"),
     lost("load_in_8bit", bool, False, NOT_QUANTISED),
     lost("load_in_4bit", bool, False, NOT_QUANTISED),

@@ -16,7 +16,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from hybrid_rl import build, trainer
+from hybrid_rl import build, trained_models, trainer
 from hybrid_rl.config import (
     AdvantageConfig,
     CheckpointConfig,
@@ -114,7 +114,7 @@ def lent_engine(copy_engine: VllmEngine) -> Iterator[VllmEngine]:
         return copy_engine
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "start_engine", lend)
+        patch.setattr(trained_models, "start_engine", lend)
         patch.setattr(copy_engine, "close", lambda: None)
         yield copy_engine
     for tag in ("weights", "kv_cache"):  # a run leaves it asleep

@@ -174,11 +174,9 @@ def test_a_stale_tensor_is_named(pair: Pair, side: tuple[Any, VllmEngine], monke
         victim.data = aliased * 1.01
     else:
         victim.data.mul_(1.01)
-        elsewhere = [
-            (names, [v.clone() if n == VICTIM else v for n, v in zip(names, views, strict=True)])
-            for names, views in sync.fills
-        ]
-        monkeypatch.setattr(sync, "fills", elsewhere)
+        (filling,) = [each for each in sync.fills if VICTIM in each.names]
+        elsewhere = [v.clone() if n == VICTIM else v for n, v in zip(filling.names, filling.views, strict=True)]
+        monkeypatch.setattr(filling, "views", elsewhere)
     with pytest.raises(SyncError, match=re.escape(f"tensor {VICTIM} differs between trainer and engine worker 0")):
         for _ in range(3):
             sync.sync()

@@ -185,7 +185,7 @@ def test_every_weight_sync_brought_new_weights(live: Live):
 
 def test_corrupted_bucket_is_found_by_name(live: Live, monkeypatch: pytest.MonkeyPatch):
     fills, load_bucket = live.run.weight_sync.fills, live.run.engine.load_bucket
-    (victim,) = [(i, views[names.index(VICTIM)]) for i, (names, views) in enumerate(fills) if VICTIM in names]
+    (victim,) = [(i, f.views[f.names.index(VICTIM)]) for i, f in enumerate(fills) if VICTIM in f.names]
     assert len(fills) > 3
 
     def corrupt(index: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_rl import build
+from hybrid_rl import trained_models
 from hybrid_rl.config import ConfigError
 from hybrid_rl.engines.start import start_engine
 
@@ -89,7 +89,7 @@ def test_vllm_runs_the_code_and_takes_the_arguments_that_are_passed_on(make_own,
         )
         return engine
 
-    monkeypatch.setattr(build, "start_engine", start)
+    monkeypatch.setattr(trained_models, "start_engine", start)
     passed_on = {"engine": "vllm", "vllm": {"max_num_batched_tokens": 333}, "stop_strings": ["<eos>"]}
     config = make_own(models={"trust_remote_code": True}, rollout=passed_on)
     train_here(config)

@@ -45,11 +45,11 @@ def sync_weights(run: Run) -> str:
 
 def lose_one_tensor(sync: CopySync) -> tuple[list[Tensor], int, Tensor]:
     """Copy one tensor to memory outside of the bucket; return the list, the index and the view that restore it."""
-    for names, views in sync.fills:
-        if VICTIM in names:
-            index = names.index(VICTIM)
-            found = views, index, views[index]
-            views[index] = torch.empty_like(views[index])
+    for filling in sync.fills:
+        if VICTIM in filling.names:
+            index = filling.names.index(VICTIM)
+            found = filling.views, index, filling.views[index]
+            filling.views[index] = torch.empty_like(filling.views[index])
             return found
     raise LookupError(VICTIM)
 

@@ -81,7 +81,7 @@ def start(model: Path, world: World, **aliased: Any) -> VllmEngine:
 def run_both(model: Path, world: World) -> Seen:
     seen = Seen()
     actor = load_actor(str(model), ModelsConfig(), world.device)
-    alias_buffer = AliasBuffer(actor.model, world)
+    alias_buffer = AliasBuffer(dict(actor.model.named_parameters()), world)
     seen.weight_bytes = sum(slot.nbytes for slot in alias_buffer.slots)
     engine = start(model, world, aliased=alias_buffer.export())
     trainer = DeepSpeedEngine(

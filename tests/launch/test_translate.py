@@ -206,6 +206,7 @@ def test_variables_and_arrays_of_a_script_are_expanded() -> None:
         (trl.PROGRAM, "--reward_model_name_or_path r --reward_funcs accuracy_reward --reward_weights 0.5 2",
          "reward.model_weight", 0.5),
         (trl.PROGRAM, "--use_peft --lora_r 8", "models.lora.rank", 8),
+        (trl.PROGRAM, "--use_peft --use_rslora", "models.lora.rslora", True),
         (trl.PROGRAM, "--bf16 false", "models.dtype", "float32"),
     ],
 )  # fmt: skip

@@ -26,7 +26,7 @@ def world() -> World:
 
 def make(tiny: Path, world: World, *, stage: int, dtype: str, kind: str = "adamw", is_aliased: bool = True):
     actor = load_actor(str(tiny / "policy"), ModelsConfig(dtype=dtype), CPU)
-    alias_buffer = AliasBuffer(actor.model, world) if is_aliased else None
+    alias_buffer = AliasBuffer(dict(actor.model.named_parameters()), world) if is_aliased else None
     config = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, kind=kind)
     return DeepSpeedEngine(
         actor, config, zero_stage=stage, total_steps=9, world=world, alias_buffer=alias_buffer
@@ -86,7 +86,7 @@ def test_a_moved_weight_is_named(tiny, world):
 
 def test_a_deepspeed_version_that_copies_is_an_error(tiny, world, monkeypatch):
     actor = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
-    alias_buffer = AliasBuffer(actor.model, world)
+    alias_buffer = AliasBuffer(dict(actor.model.named_parameters()), world)
     with (
         pytest.raises(RuntimeError, match=r"moved model\.embed_tokens\.weight out of the alias buffer"),
         flat_parameters_in(alias_buffer),
@@ -96,7 +96,7 @@ def test_a_deepspeed_version_that_copies_is_an_error(tiny, world, monkeypatch):
 
 def test_tensors_in_another_order_are_an_error(tiny, world):
     actor = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
-    alias_buffer = AliasBuffer(actor.model, world)
+    alias_buffer = AliasBuffer(dict(actor.model.named_parameters()), world)
     ordered = [p.data for p in alias_buffer.ordered() if p.ndim >= 2]
     assert alias_buffer.flat_view(ordered).numel() == sum(p.numel() for p in ordered)
     with pytest.raises(RuntimeError, match="not where the layout of the alias buffer has it"):

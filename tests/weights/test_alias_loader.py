@@ -46,7 +46,7 @@ for family in sys.argv[2:]:
             model = getattr(transformers, family + "ForCausalLM")(config)
             folder = f"{sys.argv[1]}/{family}{tied}{vocab}"
             model.save_pretrained(folder)
-            alias_buffer = AliasBuffer(model, world)
+            alias_buffer = AliasBuffer(dict(model.named_parameters()), world)
             message = base64.b64encode(pickle.dumps(alias_buffer.export())).decode()
             settings = EngineArgs(
                 model=folder, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, load_format=LOAD_FORMAT,

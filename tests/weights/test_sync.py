@@ -70,7 +70,7 @@ class Engine(HuggingFaceEngine):
 def aliasing(tiny: Path, world: World) -> tuple[DeepSpeedEngine, Engine, AliasSync]:
     """A trainer and an engine that aliases its weights."""
     actor = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
-    alias_buffer = AliasBuffer(actor.model, world)
+    alias_buffer = AliasBuffer(dict(actor.model.named_parameters()), world)
     engine = Engine(tiny / "policy", aliased=alias_buffer.export())
     trainer = DeepSpeedEngine(
         actor, OptimizerConfig(lr=1e-3), zero_stage=2, total_steps=9, world=world, alias_buffer=alias_buffer

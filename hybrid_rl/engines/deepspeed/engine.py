@@ -4,8 +4,8 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,10 +17,11 @@ from hybrid_rl.checkpoints.snapshot import SavedTensors, Snapshot
 from hybrid_rl.config import OptimizerConfig, check
 from hybrid_rl.distributed import World
 from hybrid_rl.models.lora import (
-    ServedTensors,
+    adapter_factors,
     adapter_parameters,
     adapter_settings,
     adapters_disabled,
+    base_weights,
     has_adapters,
     served_weights,
 )
@@ -40,8 +41,10 @@ from hybrid_rl.engines.deepspeed.gradients import delay_reduction, drop_gradient
 from hybrid_rl.engines.deepspeed.settings import deepspeed_settings, lr_factor, make_optimizer
 from hybrid_rl.engines.deepspeed.sharding import gather_whole_layers
 from hybrid_rl.engines.deepspeed.shards import Shards
+from hybrid_rl.engines.deepspeed.sources import ShardedSource, unsharded
 from hybrid_rl.engines.deepspeed.states import TrainingState
 from hybrid_rl.weights.alias import AliasBuffer
+from hybrid_rl.weights.protocols import NamedShape
 
 deepspeed_logger.setLevel(logging.WARNING)
 if not torch.cuda.is_available():
@@ -63,6 +66,14 @@ def _check_master(zero_stage: int, dtype: torch.dtype) -> None:
         zero_stage > 0 or dtype == torch.float32,
         f"update.zero_stage = 0: DeepSpeed keeps no float32 master of {dtype} weights then; use 1 to 3",
     )
+
+
+def _gather_layers(module: PackedModel, *, zero_stage: int) -> None:
+    """Leave it to DeepSpeed which weights are gathered, and under ZeRO-3 let it gather whole layers."""
+    if module.layer_gathering:
+        module.layer_gathering.remove()
+    if zero_stage == 3:
+        gather_whole_layers(module)
 
 
 class DeepSpeedEngine:
@@ -106,12 +117,9 @@ class DeepSpeedEngine:
         settings = self._shards.settings | deepspeed_settings(
             config, zero_stage=zero_stage, dtype=dtype, device=world.device, further=further
         )
-        if module.layer_gathering:
-            module.layer_gathering.remove()
-        if zero_stage == 3:
-            gather_whole_layers(module)
+        _gather_layers(module, zero_stage=zero_stage)
         factor = lr_factor(config, total_steps)
-        parameters = alias_buffer.ordered() if alias_buffer else module.parameters()
+        parameters = dict.fromkeys([*(alias_buffer.ordered() if alias_buffer else ()), *module.parameters()])
         with flat_parameters_in(alias_buffer) if alias_buffer else nullcontext():
             self.wrapped, *_ = deepspeed.initialize(
                 model=module,
@@ -122,7 +130,10 @@ class DeepSpeedEngine:
         if tensor_parallel_size > 1:  # DeepSpeed compares the ranks' first inputs, other types than tensors by identity
             self.wrapped.first_dataloader_check.remove()
         self._shards.verify()
-        self._served = served_weights(self.model)
+        self._merged, self.base, self.adapters = (
+            ShardedSource(find(self.model), self._shards, zero_stage=zero_stage)
+            for find in (served_weights, base_weights, adapter_factors)
+        )
         self._num_replicas = world.size // tensor_parallel_size
         self._zero_stage = zero_stage
         delay_reduction(self.wrapped, zero_stage=zero_stage)
@@ -215,33 +226,22 @@ class DeepSpeedEngine:
         """Learning rate of the next optimizer step."""
         return float(self.wrapped.get_lr()[0])
 
-    def named_shapes(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    def named_shapes(self) -> list[NamedShape]:
         """Return name (of the model's checkpoint), full shape and dtype of every weight; see TrainEngine."""
-        return [(name, self._shards.shape(weight.base), weight.base.dtype) for name, weight in self._served.items()]
+        return self._merged.named_shapes()
 
-    @contextmanager
-    def gathered(self, names: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
+    def gathered(self, names: Sequence[str]) -> AbstractContextManager[Mapping[str, Tensor]]:
         """Yield the named weights unsharded, valid in the body; see TrainEngine.
 
         Weights with merged adapters are new tensors, computed at each access.
         """
-        wanted = {name: self._served[name] for name in names}
-        with self._unsharded([p for weight in wanted.values() for p in weight.parameters]):
-            served = ServedTensors(wanted)
-            if self._shards.size > 1:  # at once, because the ranks may access different weights
-                yield {name: self._shards.unshard(wanted[name].base, served[name]) for name in names}
-            else:
-                yield served
+        return self._merged.gathered(names)
 
     def adapter(self) -> dict[str, Tensor]:
         """Return the adapters under the names of peft's files, on the host; see TrainEngine."""
         parameters = adapter_parameters(self.model)
-        with self._unsharded(list(parameters.values())):
+        with unsharded(parameters.values(), zero_stage=self._zero_stage):
             return {name: p.detach().cpu().clone() for name, p in parameters.items()}
-
-    def _unsharded(self, parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
-        """Gather the ZeRO-3 partitions of the parameters in the body."""
-        return deepspeed.zero.GatheredParameters(parameters) if self._zero_stage == 3 else nullcontext()
 
     def offload(self) -> None:
         """Move gradients, float32 master weights and optimizer moments to pinned host memory; see TrainEngine.

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from hybrid_rl.config import ConfigError, RolloutConfig
+from hybrid_rl.config import ConfigError, LoraConfig, RolloutConfig
 from hybrid_rl.engines.passed_on import check_names, merged, sentence_of
+from hybrid_rl.engines.vllm.adapters import adapter_arguments
 from hybrid_rl.engines.vllm.environment import engine_environment
 from hybrid_rl.engines.vllm.scheduler import EngineScheduler
 from hybrid_rl.weights.bucket import AliasedWeights
@@ -34,6 +35,7 @@ def engine_arguments(
     seed: int,
     aliased: AliasedWeights | None,
     gpus: Sequence[str],
+    adapters: LoraConfig | None = None,
     is_restart: bool = False,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
@@ -70,6 +72,8 @@ def engine_arguments(
         arguments = _cpu_arguments() | arguments
     if aliased:
         arguments |= _alias_arguments(aliased, config)
+    if adapters:
+        arguments = merged(arguments, adapter_arguments(adapters, _known_arguments()))
     if is_restart and has_cuda:
         free, total = torch.cuda.mem_get_info()
         fraction = arguments["gpu_memory_utilization"]
@@ -104,8 +108,7 @@ def check_arguments(
         except ImportError as error:
             raise ConfigError(f"rollout.engine = vllm: vLLM cannot be imported ({error}); run make install") from error
         library = f"vLLM {vllm.__version__}"
-        known = [field.name for field in dataclasses.fields(EngineArgs) if not field.name.startswith("_")]
-        check_names("rollout.vllm", config.vllm, known, library=library)
+        check_names("rollout.vllm", config.vllm, _known_arguments(), library=library)
         if not makes_config:
             return
         arguments = engine_arguments(
@@ -127,6 +130,13 @@ def check_arguments(
                 f"rollout.engine = vllm: {library} refuses models.actor = {model} with the settings in {fields}: "
                 f"{sentence_of(error)}"
             ) from error
+
+
+def _known_arguments() -> list[str]:
+    """Return the names of the arguments of this version of vLLM."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return [field.name for field in dataclasses.fields(EngineArgs) if not field.name.startswith("_")]
 
 
 def restart_fraction(fraction: float, *, free_bytes: int, total_bytes: int) -> float:

@@ -1,6 +1,7 @@
 """vLLM as a rollout engine in processes of its own. Whatever depends on vLLM's version is in this folder."""
 
 import atexit
+import functools
 import logging
 import pickle
 import time
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 
 from hybrid_rl.batch import ConversationStart, Rollout
-from hybrid_rl.config import RolloutConfig
+from hybrid_rl.config import LoraConfig, RolloutConfig
 from hybrid_rl.engines import Generation, ReportStage, RunConversations, Sampling
+from hybrid_rl.engines.vllm.adapters import adapter_request
 from hybrid_rl.engines.vllm.arguments import engine_arguments
 from hybrid_rl.engines.vllm.copies import BucketCopies
 from hybrid_rl.engines.vllm.environment import engine_environment
@@ -57,6 +59,7 @@ class VllmEngine:
         can_sleep: bool,
         seed: int,
         aliased: AliasedWeights | None = None,
+        adapters: LoraConfig | None = None,
         gpus: Sequence[str] = (),
         is_restart: bool = False,
         stall_timeout_s: float = 300.0,
@@ -71,6 +74,7 @@ class VllmEngine:
             can_sleep: whether unmap gives memory back to the device.
             seed: of the engine's own generator.
             aliased: the trainer's weights, which the engine's parameters become views of; None for copies.
+            adapters: settings, with target_modules, of adapters that the engine gets beside the weights; None for none.
             gpus: names of the GPUs that the engine spans; none for the one GPU that this process sees.
             is_restart: whether the trainer's models are loaded, so that less memory is free than at the first start.
             stall_timeout_s: see RunConfig.
@@ -89,22 +93,15 @@ class VllmEngine:
         self._stages = StartStages(self._folder.path, report)
         self._is_closed = False
         self.weights_version, self._weights_valid = 0, False
-        self._can_sleep, self._is_aliased = can_sleep, aliased is not None
-        self._is_complete = self._is_aliased  # AliasLoader has checked it
+        self._can_sleep, self._has_adapters = can_sleep, adapters is not None
+        self._is_complete = aliased is not None  # AliasLoader has checked it
+        self._owns_weights = aliased is None or self._has_adapters
         self._has_tokenizer, self._mapped = bool(config.stop_strings), set(_TAGS)
         atexit.register(self.close)  # of a run that ends while it is built
+        sizes: dict[str, Any] = {"dtype": dtype, "max_model_len": max_model_len, "seed": seed, "gpus": gpus}
+        weights: dict[str, Any] = {"aliased": aliased, "adapters": adapters, "trust_remote_code": trust_remote_code}
         make_arguments = partial(
-            engine_arguments,
-            model,
-            config,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            can_sleep=can_sleep,
-            seed=seed,
-            aliased=aliased,
-            gpus=gpus,
-            is_restart=is_restart,
-            trust_remote_code=trust_remote_code,
+            engine_arguments, model, config, can_sleep=can_sleep, is_restart=is_restart, **sizes, **weights
         )
         self._start_or_close(gpus, make_arguments)
 
@@ -165,7 +162,8 @@ class VllmEngine:
         parameters = [sampling_params(sampling, seed, num_requests=len(prompts)) for seed in each_seed]
         requests = [{"prompt_token_ids": ids} for ids in prompts]
         outputs = self._watch.call(
-            lambda: self.llm.generate(requests, parameters, use_tqdm=False), f"generate {len(prompts)} responses"
+            lambda: self.llm.generate(requests, parameters, use_tqdm=False, lora_request=self._adapter),
+            f"generate {len(prompts)} responses",
         )
         return [to_generation(output, sampling) for output in outputs]
 
@@ -177,8 +175,13 @@ class VllmEngine:
         """
         self._raise_unless_ready(sampling)
         doing = f"generate {len(starts)} conversations"
-        with open_stream(self.llm.llm_engine, self._watch, sampling, doing) as stream:
+        with open_stream(self.llm.llm_engine, self._watch, sampling, doing, adapter=self._adapter) as stream:
             return run(stream, starts)
+
+    @functools.cached_property
+    def _adapter(self) -> Any:
+        """vLLM's LoRARequest of every request; None without adapters."""
+        return adapter_request() if self._has_adapters else None
 
     def _raise_unless_ready(self, sampling: Sampling) -> None:
         if not self._weights_valid:
@@ -235,22 +238,23 @@ class VllmEngine:
         """Give up `weights` or `kv_cache`; the memory is unmapped once both are given up, in one level-2 sleep.
 
         A level-2 sleep drops the weights instead of copying them to the host, because the next weight sync writes them
-        anyway. Aliased weights are the trainer's memory and stay mapped; the engine sleeps without its KV cache.
+        anyway. Aliased weights are the trainer's memory and stay mapped; beside them `weights` are the adapters, and
+        without adapters the engine sleeps without its KV cache.
         """
-        if tag == "weights" and self._is_aliased:
+        if tag == "weights" and not self._owns_weights:
             return
         self._mapped.discard(tag)
         if tag == "weights":
             self._weights_valid = False
-        if self._can_sleep and self._mapped <= ({"weights"} if self._is_aliased else set()):
+        if self._can_sleep and self._mapped <= (set() if self._owns_weights else {"weights"}):
             self._watch.call(lambda: self.llm.sleep(level=2), "give up its memory")
 
     def map(self, tag: str) -> None:
         """Map the memory of `weights` or `kv_cache` again, without its contents."""
-        if tag == "weights" and self._is_aliased:
+        if tag == "weights" and not self._owns_weights:
             return
-        if self._can_sleep:  # vLLM resumes its scheduler with the last tag; with aliases both tags come at once
-            tags = None if self._is_aliased else [tag]
+        if self._can_sleep:  # vLLM resumes its scheduler with the last tag; with aliases alone both tags come at once
+            tags = [tag] if self._owns_weights else None
             self._watch.call(lambda: self.llm.wake_up(tags=tags), "map its memory")
         self._mapped.add(tag)
 

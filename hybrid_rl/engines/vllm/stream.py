@@ -20,7 +20,7 @@ class VllmStream:
     has arrived.
     """
 
-    def __init__(self, engine: Any, watch: EngineWatch, sampling: Sampling, doing: str) -> None:
+    def __init__(self, engine: Any, watch: EngineWatch, sampling: Sampling, doing: str, *, adapter: Any) -> None:
         """Take vLLM's LLMEngine, which has no requests.
 
         Args:
@@ -28,11 +28,13 @@ class VllmStream:
             watch: of the engine's processes.
             sampling: of every request, except max_tokens.
             doing: see EngineWatch.
+            adapter: vLLM's LoRARequest of every request; None for no adapter.
         """
         self._engine = engine
         self._watch = watch
         self._sampling = sampling
         self._doing = doing
+        self._adapter = adapter
         self._look = watch.looking(doing)
         self._numbers: dict[str, int] = {}  # vLLM's name of a request -> its number
 
@@ -51,7 +53,8 @@ class VllmStream:
                 parameters = sampling_params(sampling, request.seed, num_requests=len(requests))
                 parameters.output_kind = RequestOutputKind.FINAL_ONLY
                 name = str(next(_names))
-                self._engine.add_request(name, {"prompt_token_ids": request.token_ids}, parameters)
+                prompt = {"prompt_token_ids": request.token_ids}
+                self._engine.add_request(name, prompt, parameters, lora_request=self._adapter)
                 self._numbers[name] = request.number
 
     def receive(self) -> list[tuple[int, Generation]]:
@@ -73,13 +76,15 @@ class VllmStream:
 
 
 @contextmanager
-def open_stream(engine: Any, watch: EngineWatch, sampling: Sampling, doing: str) -> Iterator[VllmStream]:
+def open_stream(
+    engine: Any, watch: EngineWatch, sampling: Sampling, doing: str, *, adapter: Any
+) -> Iterator[VllmStream]:
     """Yield a stream; an engine that may still have requests at the end takes no further call.
 
     Args:
-        engine, watch, sampling, doing: see VllmStream.
+        engine, watch, sampling, doing, adapter: see VllmStream.
     """
-    stream = VllmStream(engine, watch, sampling, doing)
+    stream = VllmStream(engine, watch, sampling, doing, adapter=adapter)
     try:
         yield stream
     finally:

@@ -13,12 +13,14 @@ from torch import Tensor
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from hybrid_rl.engines.vllm.adapters import AdapterSlot, plain_layers
 from hybrid_rl.engines.vllm.arguments import LOAD_FORMAT
 from hybrid_rl.engines.vllm.cpu_layers import keep_cpu_weights_plain
 from hybrid_rl.engines.vllm.lifetime import end_with_trainer, ignore_signals_in_worker
 from hybrid_rl.engines.vllm.rotary import move_buffers
 from hybrid_rl.engines.vllm.stages import record_stages
 from hybrid_rl.weights.bucket import AliasedWeights, Slot, copy_tensors, open_ipc_bucket
+from hybrid_rl.weights.choice import is_adapter
 from hybrid_rl.weights.routes import Routes
 
 
@@ -60,7 +62,9 @@ class WorkerExtension:
     device: torch.device
     rank: int
     _pipe: Connection
+    _bucket: Tensor
     _plan: list[list[Slot]]
+    _adapters: AdapterSlot | None
     _copies: dict[int, tuple[list[Tensor], list[Tensor]]]
 
     @property
@@ -75,10 +79,11 @@ class WorkerExtension:
             message: pickled (handle, plan, address of the pipe).
         """
         handle, plan, address = pickle.loads(message)
-        self._plan, self._copies = plan, {}
+        self._plan, self._copies, self._adapters = plan, {}, None
         self._pipe = Client(address)
-        bucket = open_ipc_bucket(handle, self.device, worker=self.rank)
-        self.model_runner.model.hybrid_routes = Routes(self.model_runner.model, bucket)
+        self._bucket = open_ipc_bucket(handle, self.device, worker=self.rank)
+        if any(not is_adapter(slot.name) for bucket in plan for slot in bucket):  # otherwise the model has aliases
+            self.model_runner.model.hybrid_routes = Routes(self.model_runner.model, self._bucket)
 
     def hybrid_load_buckets(self) -> None:
         """Copy each bucket whose number arrives in the pipe, and answer when it is copied; end at an empty message.
@@ -100,15 +105,25 @@ class WorkerExtension:
     @torch.no_grad()
     def _copy(self, index: int) -> None:
         """Copy bucket `index` of the plan into the weights and wait until the copy is done."""
-        if index in self._copies:
+        if is_adapter(self._plan[index][0].name):
+            self._load_adapters(self._plan[index])
+        elif index in self._copies:
             copy_tensors(*self._copies[index])
         else:
-            for slot in self._plan[index]:
-                self._routes.record(slot, copies=True)
+            with plain_layers(self.model_runner):
+                for slot in self._plan[index]:
+                    self._routes.record(slot, copies=True)
             pairs = [pair for slot in self._plan[index] for pair in self._routes.pairs(slot.name)]
             self._copies[index] = [target for target, _ in pairs], [source for _, source in pairs]
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def _load_adapters(self, slots: Sequence[Slot]) -> None:
+        """Copy the adapters; the first time vLLM registers them, because their memory may be unmapped before."""
+        if self._adapters is None:
+            self._adapters = AdapterSlot(self.model_runner, self._bucket, slots)
+        else:
+            self._adapters.load()
 
     def hybrid_check_complete(self) -> None:
         """Check that the plan has filled every parameter of the engine; see Routes.check_complete."""
@@ -118,13 +133,20 @@ class WorkerExtension:
     def hybrid_checksums(self, message: bytes) -> bytes:
         """Return the pickled {name: [(slice, checksum)]} of the parts that this worker holds of the named tensors."""
         names: Sequence[str] = pickle.loads(message)
-        return pickle.dumps(self._routes.checksums(names))
+        weights = [name for name in names if not is_adapter(name)]
+        adapters = [name for name in names if is_adapter(name)]
+        held = self._routes.checksums(weights) if weights else {}
+        if adapters:
+            assert self._adapters
+            held |= self._adapters.checksums(adapters)
+        return pickle.dumps(held)
 
     def hybrid_close_bucket(self) -> None:
         """Unmap the trainer's bucket."""
         if hasattr(self.model_runner.model, "hybrid_routes"):
             self._routes.close()
-        self._plan, self._copies = [], {}
+        self._plan, self._copies, self._adapters = [], {}, None
+        self._bucket = torch.empty(0, dtype=torch.uint8)
         gc.collect()
 
     def hybrid_pid(self) -> int:

@@ -1,0 +1,68 @@
+"""What the engine gets follows from the settings alone: adapters or merged weights, views or copies of the base."""
+
+import pytest
+import torch
+
+from hybrid_rl.config import Config, ConfigError, LoraConfig, ModelsConfig, RolloutConfig, SyncConfig, UpdateConfig
+from hybrid_rl.weights.choice import ADAPTER_RANKS, SyncChoice, adapter_rank, choose_sync
+
+TENSORS = [("embed", (8, 4), torch.float32), ("0.q_proj.weight", (4, 4), torch.float32)]
+
+
+def choose(*, rank: int = 4, lora: str = "auto", mode: str = "auto", architecture: str = "LlamaForCausalLM", **further):
+    models = ModelsConfig(lora=LoraConfig(rank=rank, sync=lora))
+    config = Config(models=models, sync=SyncConfig(mode=mode), **further)
+    return choose_sync(config, architecture=architecture, tensors=TENSORS)
+
+
+def test_without_adapters_only_views_or_copies_are_chosen():
+    assert choose(rank=0) == SyncChoice(why_copies="", sends_adapters=False, why_merged="")
+    assert choose(rank=0, lora="adapters") == choose(rank=0)
+    copied = choose(rank=0, mode="copy")
+    assert copied == SyncChoice(why_copies="sync.mode = copy", sends_adapters=False, why_merged="")
+
+
+@pytest.mark.parametrize("lora", ["auto", "adapters"])
+@pytest.mark.parametrize("mode", ["auto", "alias"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_adapters_are_sent_beside_a_base_that_is_aliased(lora, mode, stage):
+    choice = choose(lora=lora, mode=mode, update=UpdateConfig(zero_stage=stage))
+    assert choice == SyncChoice(why_copies="", sends_adapters=True, why_merged="")
+
+
+COPIED = {
+    "zero3": ({"update": UpdateConfig(zero_stage=3)}, "update.zero_stage = 3"),
+    "tp2": ({"rollout": RolloutConfig(tensor_parallel_size=2)}, "rollout.tensor_parallel_size = 2"),
+    "mode": ({"mode": "copy"}, "sync.mode = copy"),
+    "architecture": ({"architecture": "GPTNeoXForCausalLM"}, "GPTNeoXForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("case", list(COPIED))
+def test_where_the_base_is_copied_auto_merges_and_adapters_are_a_choice(case):
+    settings, reason = COPIED[case]
+    merged, adapters = choose(**settings), choose(lora="adapters", **settings)
+    assert not merged.sends_adapters and adapters.sends_adapters and adapters.why_merged == ""
+    assert reason in merged.why_merged and reason in merged.why_copies and reason in adapters.why_copies
+
+
+def test_merged_weights_are_copies():
+    choice = choose(lora="merged")
+    assert not choice.sends_adapters
+    assert choice.why_merged == "models.lora.sync = merged"
+    assert "models.lora.sync = merged" in choice.why_copies
+    with pytest.raises(ConfigError, match=r"sync\.mode = alias: models\.lora\.sync = merged"):
+        choose(lora="merged", mode="alias")
+
+
+def test_a_rank_beyond_vllms_is_merged_or_refused_by_a_sentence():
+    assert "models.lora.rank = 513: vLLM serves adapters up to rank 512" in choose(rank=513).why_merged
+    assert choose(rank=513).why_copies == choose(rank=513).why_merged
+    with pytest.raises(ConfigError, match=r"models\.lora\.sync = adapters: models\.lora\.rank = 513: .*use merged"):
+        choose(rank=513, lora="adapters")
+    assert choose(rank=513, rollout=RolloutConfig(engine="hf")).sends_adapters
+
+
+@pytest.mark.parametrize("rank, size", [(1, 1), (2, 8), (8, 8), (9, 16), (33, 64), (321, 512), (512, 512)])
+def test_memory_of_an_adapter_has_the_next_rank_that_vllm_knows(rank, size):
+    assert adapter_rank(rank) == size and size in ADAPTER_RANKS
