@@ -93,18 +93,19 @@ class Shards:
             *((f"gradients of {n}", g) for n, g in zip(vectors, gradients, strict=True)),
         ]
 
-    def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """Return the full shape of a parameter, also of one that ZeRO-3 has partitioned."""
-        return self._shapes[parameter]
+    def shape(self, tensor: Tensor) -> tuple[int, ...]:
+        """Return the full shape of a parameter, also of one that ZeRO-3 has partitioned, or of a buffer."""
+        return self._shapes[tensor] if isinstance(tensor, nn.Parameter) else tuple(tensor.shape)
 
     def num_local(self, parameter: nn.Parameter) -> int:
         """Return the number of elements of this rank's shard of a parameter."""
         return math.prod(self.shape(parameter)) // (self.size if parameter in self._dimensions else 1)
 
-    def unshard(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+    def unshard(self, parameter: Tensor, tensor: Tensor) -> Tensor:
         """Return the full tensor of which every rank passes its shard; the tensor itself if it is not sharded.
 
         Args:
+            parameter: parameter, or a buffer, which is not sharded.
             tensor: shard of the parameter, or of a tensor with its shape, such as a moment.
         """
         dimension = self._dimensions.get(parameter)
