@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid_rl.weights.bucket import Slot
 from hybrid_rl.weights.checksum import checksums
+from hybrid_rl.weights.experts import spellings
 from hybrid_rl.weights.protocols import TensorSlice
 
 
@@ -111,11 +112,7 @@ class Routes:
         Raises:
             RuntimeError: the model does not load the tensor, or computes its parameters from it; by name.
         """
-        try:
-            with CopyRecorder(self._bucket, copies=copies) as recorder:
-                self._model.load_weights([(slot.name, slot.view(self._bucket))])
-        except Exception as error:
-            raise RuntimeError(f"{slot.name}: the engine's model cannot load it, {error}") from error
+        recorder = self._load(slot, copies=copies)
         if recorder.num_foreign:
             raise RuntimeError(
                 f"{slot.name}: this vLLM model transforms it while loading ({recorder.num_foreign} computed copies), "
@@ -125,6 +122,24 @@ class Routes:
             raise RuntimeError(f"no engine parameter takes these trainer tensors: {slot.name}")
         self._slots[slot.name] = slot
         self._routes[slot.name] = _joined([self._route(slot, *pair) for pair in recorder.seen])
+
+    def _load(self, slot: Slot, *, copies: bool) -> CopyRecorder:
+        """Let the model load one slot, under the names that it knows."""
+        failure: Exception | None = None
+        for weights in spellings(slot.name, slot.view(self._bucket)):
+            recorder = CopyRecorder(self._bucket, copies=copies)
+            try:
+                with recorder:
+                    self._model.load_weights(weights)
+            except Exception as error:
+                failure = failure or error
+            else:
+                failure = None
+                if recorder.seen or recorder.num_foreign:
+                    break
+        if failure:
+            raise RuntimeError(f"{slot.name}: the engine's model cannot load it, {failure}") from failure
+        return recorder
 
     def _route(self, slot: Slot, destination: Tensor, source: Tensor) -> Route:
         found = self._owners.get(destination.untyped_storage().data_ptr())

@@ -10,6 +10,8 @@ from transformers import (
     AutoTokenizer,
     BloomConfig,
     CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     FalconConfig,
     FalconH1Config,
     Gemma2Config,
@@ -24,6 +26,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MptConfig,
+    OlmoeConfig,
     OPTConfig,
     PretrainedConfig,
     Qwen2Config,
@@ -50,11 +53,26 @@ SMALL = {**IDS, **SIZES, "intermediate_size": 48, "num_key_value_heads": 1}
 GEMMA = {**SMALL, "head_dim": 16, "sliding_window": 4}
 CAPPED = {**GEMMA, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 16}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DEEPSEEK = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 32,
+    "num_key_value_heads": 2,
+}
 MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 4}
 # Windows are shorter than the sequences, and caps and scales change the logits.
 FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
     "qwen3": lambda **o: Qwen3Config(**SMALL, head_dim=16, **o),
     "qwen3-moe": lambda **o: Qwen3MoeConfig(**SMALL, head_dim=16, **MOE, **o),
+    "olmoe": lambda **o: OlmoeConfig(**SMALL | {"intermediate_size": 16}, num_experts=8, num_experts_per_tok=2, **o),
+    "deepseek2": lambda **o: DeepseekV2Config(**SMALL | DEEPSEEK, q_lora_rank=None, n_group=1, topk_group=1, **o),
+    "deepseek3": lambda **o: DeepseekV3Config(**SMALL | DEEPSEEK, q_lora_rank=16, n_group=2, topk_group=1, **o),
     "mistral": lambda **o: MistralConfig(**SMALL, sliding_window=4, **o),
     "gemma": lambda **o: GemmaConfig(**SMALL, head_dim=16, **o),
     "gemma2": lambda **o: Gemma2Config(**CAPPED, attn_logit_softcapping=1.0, **o),
@@ -93,6 +111,9 @@ def save_random(auto_class: type, config: PretrainedConfig, folder: Path, tokeni
     for parameter in model.parameters():
         scale = 6 if parameter.ndim >= 2 else 1
         parameter.data.mul_(scale).add_(torch.randn_like(parameter), alpha=0.1)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.1)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(tokenizer_from).save_pretrained(folder)
     return folder

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -75,6 +76,19 @@ _LONG_ROPE = {
         "partial_rotary_factor": 0.75,
     },
 }
+_DEEPSEEK = SHAPE | {
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 32,
+}
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma": lambda: GemmaConfig(**SHAPE),
@@ -89,6 +103,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "mistral": lambda: MistralConfig(**SHAPE),
     "qwen2": lambda: Qwen2Config(**_NO_HEAD_DIM),
     "qwen3": lambda: Qwen3Config(**SHAPE),
+    "deepseek2": lambda: DeepseekV2Config(**_DEEPSEEK, q_lora_rank=None, topk_method="greedy", n_group=1, topk_group=1),
     "qwen3-moe": lambda: Qwen3MoeConfig(**SHAPE, **_EXPERTS, moe_intermediate_size=64, norm_topk_prob=True),
     "olmoe": lambda: OlmoeConfig(**_NO_HEAD_DIM | {"intermediate_size": 64}, **_EXPERTS),
 }
