@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hybrid_rl.batch import Rollout, make_train_batch
 from hybrid_rl.engines import TrainEngine
+from hybrid_rl.engines.deepspeed.sharding import frozen_sharder
 from hybrid_rl.memory.micro_batches import make_limits
 from hybrid_rl.memory.tenants import FrozenModule, PooledModule, Resident
 from hybrid_rl.models.loading import load_actor, load_value_model
@@ -40,8 +41,10 @@ def build_reference(setup: "Setup", actor: TrainEngine) -> ActorForward | None:
     if config.reference_is_actor:
         return actor.reference_forward
     path = models.reference or models.actor
+    sharder = frozen_sharder(config, setup.world, is_sharded=setup.shards_frozen)
     with setup.start.stage(field):
-        module = setup.parallelize(load_actor(path, models, setup.world.device, field=field), path, field=field)
+        policy = load_actor(path, models, setup.world.device, field=field, sharder=sharder)
+        module = setup.parallelize(policy, path, field=field)
     tenant = admit_frozen(setup, "reference", module)
     if not models.reference_sync_steps:
         return module
@@ -66,13 +69,15 @@ class RewardModelScorer:
         """Load the model and release it."""
         config, rank, path, field = setup.config, setup.world.rank, setup.config.models.reward, "models.reward"
         assert path is not None
+        sharder = frozen_sharder(config, setup.world, is_sharded=setup.shards_frozen)
         with setup.start.stage(field):
-            model = load_value_model(path, config.models, setup.world.device, field=field)
+            model = load_value_model(path, config.models, setup.world.device, field=field, sharder=sharder)
         self._model: ValueModel = setup.parallelize(model, path, field=field)
         admit_frozen(setup, "reward_model", self._model)
         self._ranks = setup.sequence_parallel
         limit = make_limits(config, forward_tokens(config.update, is_varlen=self._model.uses_varlen), rank=rank).forward
-        self._packing = Packing(limit=limit, world=setup.data_parallel, do_others_wait=self._ranks is not None)
+        do_others_wait = self._ranks is not None or setup.shards_frozen
+        self._packing = Packing(limit=limit, world=setup.data_parallel, do_others_wait=do_others_wait)
         self._throughput, self._flops = setup.throughput, setup.flops
         self._tokenizer, self._actor_tokenizer = setup.data.reward_tokenizer, setup.data.tokenizer
 

@@ -102,6 +102,8 @@ class Run:
     critic: TrainEngine | None
     reference: ActorForward | None
     """A frozen model, or the actor without its adapters."""
+    shards_frozen: bool
+    """Whether the ranks gather the weights of a frozen model together in its forwards."""
     sources: RewardSources
     normalizer: RunningNormalizer | None
     kl: KlController

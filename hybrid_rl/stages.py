@@ -218,6 +218,7 @@ def compute_logprobs(run: Run, batch: TrainBatch, rollouts: Sequence[Rollout]) -
     gap = logprobs.check_logprob_gap(probe, limit=max_logprob_gap(run), world=run.data_parallel)
     batch = batch.with_fields(old_logprobs=batch.rollout_logprobs if is_given else old_logprobs)
     if run.reference:
+        pack = replace(pack, do_others_wait=pack.do_others_wait or run.shards_frozen)
         with run.throughput.work("score") as work:
             ref_logprobs = logprobs.token_logprobs(run.reference, batch, pack, temperature=temperature)
             count(run, work, batch, "reference", run.flops.forward)

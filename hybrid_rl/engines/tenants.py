@@ -1,12 +1,15 @@
 """Chooses the tenant of each part of the trainer, by memory.swap, the device and the optimizer."""
 
+from typing import Any
+
 import torch
-from torch import nn
 
 from hybrid_rl.config import Config
 from hybrid_rl.engines import RolloutEngine, TrainEngine
 from hybrid_rl.memory.residency import Phase
 from hybrid_rl.memory.tenants import FrozenModule, PooledModule, PooledTenant, Resident, Tenant, choose_pool
+from hybrid_rl.models.packed import PackedModel
+from hybrid_rl.models.sharding import held_weights
 
 
 class Tenants:
@@ -65,13 +68,16 @@ class Tenants:
         weights = trainer.weight_tensors()
         return PooledTenant(self._pool, f"{name}_parameters", weights, before_release=trainer.drop_gathered)
 
-    def frozen(self, name: str, module: nn.Module) -> FrozenModule | PooledModule | None:
-        """Return the tenant of a model that is not trained; None if it is always resident."""
+    def frozen(self, name: str, module: PackedModel) -> FrozenModule | PooledModule | None:
+        """Return the tenant of a model that is not trained, or of this rank's shards; None if it is always resident."""
         if name in self._always_resident:
             return None
+        gathering = module.layer_gathering
+        free = gathering.free_gathered if gathering else None
+        options: dict[str, Any] = {"weights": held_weights(module), "before_release": free}
         if self._pool is not None:
-            return PooledModule(self._pool, name, module)
-        return FrozenModule(module) if self._is_swapping else None
+            return PooledModule(self._pool, name, module, **options)
+        return FrozenModule(module, **options) if self._is_swapping else None
 
 
 class EngineTenant:

@@ -1,7 +1,7 @@
 """Tenants of the GPU: tensors that release and restore their memory between phases."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -63,23 +63,40 @@ class FrozenModule:
 
     filled_in = None
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        weights: Mapping[str, torch.Tensor] | None = None,
+        before_release: Callable[[], None] | None = None,
+    ) -> None:
+        """Take a module on its device.
+
+        Args:
+            module: is frozen.
+            weights: name -> tensor that holds a parameter's values, such as this rank's shard; None for the parameters.
+            before_release: called at the beginning of a release.
+        """
         module.requires_grad_(False)
+        held = dict(module.named_parameters()) if weights is None else weights
         self.is_resident = True
-        self._names = [name for name, _ in module.named_parameters()]
-        self._tensors = [*module.parameters(), *module.buffers()]
+        self._before_release = before_release
+        self._names = list(held)
+        self._tensors = [*held.values(), *module.buffers()]
         self._device = self._tensors[0].device
         self._host: list[torch.Tensor] = []
         self._versions: list[int] = []
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Return name -> view of the parameter, on the device while resident, otherwise in the host copy."""
+        """Return name -> view of the weight, on the device while resident, otherwise in the host copy."""
         tensors = self._tensors if self.is_resident else self._host
         return {name: t.detach() for name, t in zip(self._names, tensors, strict=False)}  # buffers come last
 
     def release(self) -> int:
         """Free the device copy; the first time and after a change, copy it to the host before."""
         copied = 0
+        if self._before_release:
+            self._before_release()
         if not self._host:
             is_pinned = self._device.type == "cuda"
             self._host = [torch.empty_like(t, device="cpu", pin_memory=is_pinned) for t in self._tensors]
@@ -229,18 +246,28 @@ class PooledTenant:
 class PooledModule(PooledTenant):
     """A module that is not trained, in a VmmPool; copied to the host like a FrozenModule."""
 
-    def __init__(self, pool: VmmPool, name: str, module: torch.nn.Module) -> None:
+    def __init__(
+        self,
+        pool: VmmPool,
+        name: str,
+        module: torch.nn.Module,
+        *,
+        weights: Mapping[str, torch.Tensor] | None = None,
+        before_release: Callable[[], None] | None = None,
+    ) -> None:
+        """Move the module's tensors into the pool; see FrozenModule for the other parameters."""
         module.requires_grad_(False)
-        self._named = dict(module.named_parameters())
-        self._tensors = [*module.parameters(), *module.buffers()]
+        self._named = dict(module.named_parameters()) if weights is None else dict(weights)
+        self._tensors = [*self._named.values(), *module.buffers()]
         self._versions = [t._version for t in self._tensors]
-        super().__init__(pool, name, self._tensors, policy="copy_once", before_release=self._notice_changes)
+        super().__init__(pool, name, self._tensors, policy="copy_once", before_release=before_release)
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Return name -> view of the parameter, on the device while resident, otherwise in the host copy."""
+        """Return name -> view of the weight, on the device while resident, otherwise in the host copy."""
         return {n: p.detach() if self.is_resident else self.kept.host(p) for n, p in self._named.items()}
 
-    def _notice_changes(self) -> None:
+    def _prepare(self) -> None:
+        super()._prepare()
         versions = [t._version for t in self._tensors]
         if versions != self._versions:
             self.kept.invalidate()

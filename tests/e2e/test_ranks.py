@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import pytest
@@ -65,6 +65,10 @@ def assert_ranks_train_alike(make_config, train_here, read_run, launch, tmp_path
     return check
 
 
+SHARDED = {"shard_frozen": "true", "reference_sync_steps": 1, "reference_mixup_alpha": 0.5, "ema_decay": 0.9}
+"""Settings of `models` with which frozen models are shards, and the reference moves."""
+
+
 def sections(zero_stage: int) -> dict:
     return {
         "rollout": UNEVEN[zero_stage],
@@ -77,12 +81,15 @@ def sections(zero_stage: int) -> dict:
 def one(request, make_config, train_here, tmp_path_factory):
     """A ZeRO stage, and four steps of one rank."""
     folder = tmp_path_factory.mktemp(f"one{request.param}")
-    return request.param, train_here(make_config(folder, run={"num_steps": 4}, **sections(request.param)))
+    sharded = make_config(folder, run={"num_steps": 4}, models=SHARDED, **sections(request.param))
+    whole = replace(sharded, models=replace(sharded.models, shard_frozen="false"))
+    return request.param, train_here(whole)
 
 
 def test_two_ranks_train_what_one_does(one, make_config, read_run, launch, tmp_path):
+    """Two ranks hold reference and reward model as shards, and with ZeRO-3 all models; one rank holds whole models."""
     zero_stage, expected = one
-    config = make_config(tmp_path, run={"num_steps": 4}, **sections(zero_stage))
+    config = make_config(tmp_path, run={"num_steps": 4}, models=SHARDED, **sections(zero_stage))
     ended = launch(config, "--num_processes", "2")
     assert ended.code == 0, ended.output
     assert not ended.survivors
@@ -95,7 +102,7 @@ def test_another_number_of_ranks_goes_on(one, make_config, train_here, read_run,
     """A step on one rank, two more on two and the last on one, against four on one."""
     zero_stage, expected = one
     for num_ranks, last in ((1, 1), (2, 3), (1, 4)):
-        config = make_config(tmp_path, run={"num_steps": last}, **sections(zero_stage))
+        config = make_config(tmp_path, run={"num_steps": last}, models=SHARDED, **sections(zero_stage))
         if num_ranks == 1:
             train_here(config)
         else:

@@ -16,8 +16,10 @@ from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
 from hybrid_rl.engines.deepspeed.settings import deepspeed_settings
 from hybrid_rl.engines.deepspeed.sharding import ZeroSharder
+from hybrid_rl.memory.tenants import FrozenModule
 from hybrid_rl.models.loading import load_actor, load_value_model
 from hybrid_rl.models.packed import Actor, PackedModel, ValueModel, packed_inputs
+from hybrid_rl.models.sharding import held_weights
 from tests.conftest import packed_rows
 from tests.engines.conftest import CPU, SETTINGS, inputs_of, take_step, weights_of
 from tests.models.families import CONFIGS, FAMILIES, PADDED, save_random
@@ -131,6 +133,32 @@ def test_value_heads_load_sharded_from_wherever_they_are(tiny, tmp_path, world):
     assert all(is_same for is_same, _ in found)
     sizes = [size for _, size in found]
     assert min(sizes[:6]) > 0 and max(sizes[6:]) == 0
+
+
+def test_a_released_model_leaves_no_weights_on_the_device_and_computes_the_same_after_a_restore(tiny, world):
+    sharder = make_sharder(world, is_frozen=True)
+    module = load_value_model(str(tiny / "reward"), MODELS, CPU, field="models.reward", sharder=sharder)
+    before, held = values(module), held_weights(module)
+    tenant = FrozenModule(module, weights=held, before_release=module.layer_gathering.free_gathered)
+    num_bytes = sum(t.nbytes for t in [*held.values(), *module.buffers()])
+    for copied in (num_bytes, 0):
+        assert tenant.release() == copied
+        assert [t.numel() for t in [*held.values(), *module.parameters(), *module.buffers()] if t.numel()] == []
+        assert tenant.restore() == num_bytes
+        assert torch.equal(values(module), before)
+
+
+def test_weights_of_a_forward_that_failed_are_freed(tiny, world):
+    actor = load_actor(str(tiny / "policy"), MODELS, CPU, sharder=make_sharder(world, is_frozen=True))
+    (packed,) = packed_rows(PIECES[0])
+    with torch.no_grad():
+        expected, _ = actor(**inputs_of(packed))
+        with pytest.raises(IndexError):
+            actor(**inputs_of(packed) | {"input_ids": packed.input_ids + 1000})
+        assert any(whole for whole, _ in held_elements(actor).values())
+        actor.layer_gathering.free_gathered()
+        assert not any(whole for whole, _ in held_elements(actor).values())
+        assert torch.equal(actor(**inputs_of(packed))[0], expected)
 
 
 def main() -> None:

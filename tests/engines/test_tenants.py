@@ -307,7 +307,7 @@ def test_settings_and_device_decide_which_tenants_move(tiny, world, monkeypatch)
     offload = replace(Config(), memory=MemoryConfig(swap="deepspeed"))
     on_host = replace(offload, update=UpdateConfig(actor=OptimizerConfig(kind="cpu_adam")))
     off = replace(Config(), memory=MemoryConfig(swap="off"))
-    module = torch.nn.Linear(2, 2)
+    module = load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
     for config, device, states, frozen in (
         (offload, CUDA, OptimizerTenant, FrozenModule),
         (on_host, CUDA, Resident, FrozenModule),
@@ -328,7 +328,7 @@ def test_tenants_that_no_phase_releases_are_not_moved_into_the_pool(tiny, world,
     residency = {**RESIDENCY, **{name: RESIDENCY[name].in_every_phase() for name in names}}
     manager = MemoryManager(residency, CPU, Timeline())
     assert manager.always_resident == {"actor_optimizer", "actor_parameters", "reference"}
-    engine, module = make(tiny, world, 2, "bfloat16").engine, torch.nn.Linear(2, 2)
+    engine, module = make(tiny, world, 2, "bfloat16").engine, load_actor(str(tiny / "policy"), ModelsConfig(), CPU)
     makes = tenants.Tenants(Config(), CPU, always_resident=manager.always_resident)
     assert (
         type(makes.optimizer("actor", engine)) is type(makes.parameters("actor", engine, is_aliased=False)) is Resident
