@@ -117,7 +117,6 @@ def build_in(
         resume_from=resume_from,
         aliases_weights=prepared.aliases_weights,
         shards_frozen=plan.shards_frozen,
-        shards_frozen=plan.shards_frozen,
         engine_adapters=prepared.engine_adapters,
         start=start,
         throughput=Throughput(world, peak_flops=peak_flops(config, world.device)),
@@ -187,8 +186,6 @@ class Setup:
     """Whether the rollout engine's parameters are views of the trainer's."""
     shards_frozen: bool
     """Whether reference and reward model are shards over the ranks."""
-    shards_frozen: bool
-    """Whether reference and reward model are shards over the ranks."""
     engine_adapters: LoraConfig | None
     """See Prepared.engine_adapters."""
     start: Start
@@ -242,7 +239,6 @@ def build_models(setup: Setup, *, steps_done: int) -> Run:
         actor=actor,
         critic=critic,
         reference=build_reference(setup, actor),
-        shards_frozen=setup.shards_frozen,
         shards_frozen=setup.shards_frozen,
         sources=build_reward_sources(setup),
         normalizer=RunningNormalizer() if config.reward.normalize else None,

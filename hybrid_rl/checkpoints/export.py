@@ -4,8 +4,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rl.atomic import flush_folder, flush_tree, make_folder, writing
 from hybrid_rl.checkpoints.start import EXPORTS
 from hybrid_rl.distributed import World
-from hybrid_rl.models.exporting import save_model
+from hybrid_rl.models.exporting import ModelWriter, layers_together
 from hybrid_rl.models.lora import save_adapter
 from hybrid_rl.weights.bucket import plan_buckets
-from hybrid_rl.weights.protocols import WeightSource
+from hybrid_rl.weights.protocols import NamedShape, WeightSource
 
 GATHERED_BYTES = 1 << 30
 """Bytes of weights that are gathered at a time where ZeRO-3 shards them."""
@@ -75,19 +75,19 @@ def export(folder: Path, engine: ExportedEngine, tokenizer: PreTrainedTokenizerB
 
     vLLM loads the actor. Adapters are merged into the weights.
     """
-    export_weights(folder, engine, host_weights(engine, world), tokenizer, world)
+    export_weights(folder, engine, engine, tokenizer, world)
 
 
-def host_weights(engine: ExportedEngine, world: World) -> dict[str, Tensor]:
+def host_weights(source: WeightSource, tensors: Iterable[NamedShape], world: World) -> dict[str, Tensor]:
     """Return name -> unsharded weight on the host of rank 0, and nothing on other ranks; a collective.
 
-    Under ZeRO-3 the device holds GATHERED_BYTES of unsharded weights at a time.
+    Where weights are gathered, the device holds GATHERED_BYTES of them at a time.
     """
     weights: dict[str, Tensor] = {}
-    for bucket in plan_buckets(engine.named_shapes(), GATHERED_BYTES):
-        with engine.gathered([slot.name for slot in bucket]) as tensors:
+    for bucket in plan_buckets(tensors, GATHERED_BYTES):
+        with source.gathered([slot.name for slot in bucket]) as gathered:
             if world.is_main:
-                weights |= {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+                weights |= {name: tensor.to("cpu", copy=True) for name, tensor in gathered.items()}
     return weights
 
 
@@ -114,28 +114,35 @@ def export_best(
     is_better = world.all_gather(before is None or accuracy > before)[0]
     if is_better:
         content = json.dumps({"step": step, "accuracy": accuracy, "run_id": run_id}) + "\n"
-        export_weights(folder, actor, host_weights(actor, world), tokenizer, world, notes={note.name: content})
+        export_weights(folder, actor, actor, tokenizer, world, notes={note.name: content})
     return is_better
 
 
 def export_weights(
     folder: Path,
     engine: ExportedEngine,
-    tensors: Mapping[str, Tensor],
+    source: WeightSource,
     tokenizer: PreTrainedTokenizerBase,
     world: World,
     *,
     notes: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a Hugging Face folder with the given weights in place of the engine's; a collective.
+    """Write a Hugging Face folder of an engine's model with the weights of a source; a collective.
+
+    The weights pass layer by layer through rank 0, whose host holds those of one file at a time.
 
     Args:
-        tensors: weights on the host by the model's parameter names; read on rank 0 only.
+        source: the engine, or its EMA.
         notes: name -> text of further files in the folder.
     """
-    if world.is_main:
-        with _replacing(folder) as partial:
-            save_model(partial, engine.model, tensors)
+    with _replacing(folder) if world.is_main else nullcontext() as partial:
+        writer = ModelWriter(partial, engine.model) if partial else None
+        for layer in layers_together(source.named_shapes()):
+            tensors = host_weights(source, layer, world)
+            if writer:
+                writer.add(tensors)
+        if writer and partial:
+            writer.finish()
             tokenizer.save_pretrained(partial)
             for name, text in (notes or {}).items():
                 (partial / name).write_text(text)

@@ -69,6 +69,11 @@ class World:
             dist.all_reduce(total, group=self.group)
         return total
 
+    def broadcast(self, tensor: Tensor, *, sender: int) -> None:
+        """Overwrite the tensor, on the device of the run, with that of a rank of the group."""
+        if self.size > 1:
+            dist.broadcast(tensor, group_src=sender, group=self.group)
+
     def max(self, number: int) -> int:
         """Return the largest of the ranks' numbers."""
         if self.size == 1:

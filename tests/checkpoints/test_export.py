@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,6 +24,7 @@ from hybrid_rl.config import ConfigError, ModelsConfig, OptimizerConfig
 from hybrid_rl.distributed import join_world
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
 from hybrid_rl.errors import FileWriteError
+from hybrid_rl.models import exporting
 from hybrid_rl.models.exporting import check_export
 from hybrid_rl.models.loading import load_value_model
 from hybrid_rl.models.packed import packed_inputs
@@ -30,6 +32,7 @@ from hybrid_rl.models.tokenizer import eos_token_ids, load_tokenizer
 from tests.checkpoints.conftest import CPU, make_actor, weights
 from tests.conftest import packed_rows
 from tests.disks import a_full_disk
+from tests.models.families import CONFIGS, FAMILIES, save_random
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -155,6 +158,31 @@ def test_an_export_is_on_the_disk_before_it_replaces_the_earlier_one(tmp_path, t
         expected = {("flush", str(partial / path.name)) for path in folder.iterdir()} | {("flush", str(partial))}
         assert len(expected) > 4 and expected <= set(events[:is_there])
         assert ("flush", str(tmp_path)) in events[is_there:]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+def test_files_of_bounded_size_hold_what_the_folder_of_the_model_holds(tmp_path, tiny, world, family, monkeypatch):
+    """Among it the experts, which the model has in one tensor per projection and the folder one by one."""
+    source = save_random(AutoModelForCausalLM, (CONFIGS | FAMILIES)[family](), tmp_path / "source", tiny / "policy")
+    actor, limit = make_actor(source, world, 3), 8_000
+    monkeypatch.setattr(exporting, "FILE_BYTES", limit)
+    folder = tmp_path / "export"
+    export.export(folder, actor, load_tokenizer(str(source)), world)
+    files = sorted(folder.glob("*.safetensors"))
+    assert [file.name for file in files] == [
+        f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)
+    ]
+    places = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    found, expected = {}, load_file(source / "model.safetensors")
+    for file in files:
+        tensors = load_file(file)
+        assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= limit
+        assert all(places[name] == file.name for name in tensors)
+        found |= tensors
+    assert len(files) > 3 and found.keys() == expected.keys() == places.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in weights(actor).items())
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,9 +13,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hybrid_rl.checkpoints import export
-from hybrid_rl.config import ConfigError, LoraConfig, ModelsConfig, OptimizerConfig
+from hybrid_rl.config import Config, ConfigError, LoraConfig, ModelsConfig, OptimizerConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
+from hybrid_rl.engines.deepspeed.sharding import frozen_sharder
 from hybrid_rl.memory.tenants import FrozenModule
 from hybrid_rl.models.loading import load_actor
 from hybrid_rl.models.packed import Actor
@@ -34,8 +36,12 @@ INPUTS: dict[str, Any] = {
 }
 
 
-def load(folder: Path, dtype: str = "float32", *, fill: float | None = None, rank: int = 0) -> Actor:
-    actor = load_actor(str(folder / "policy"), ModelsConfig(dtype=dtype), CPU, lora=LoraConfig(rank=rank))
+def load(
+    folder: Path, dtype: str = "float32", *, fill: float | None = None, rank: int = 0, shards: World | None = None
+) -> Actor:
+    sharder = frozen_sharder(Config(models=ModelsConfig(dtype=dtype)), shards, is_sharded=True) if shards else None
+    lora = LoraConfig(rank=rank)
+    actor = load_actor(str(folder / "policy"), ModelsConfig(dtype=dtype), CPU, lora=lora, sharder=sharder)
     for parameter in actor.parameters():
         if fill is not None:
             parameter.data.fill_(fill)
@@ -59,15 +65,25 @@ def weights_of(engine: DeepSpeedEngine) -> dict[str, Tensor]:
 def follow(folder: Path, stage: int, world: World, *, rank: int = 0) -> dict[str, Any]:
     """Return the weights before and after three steps, and the reference and the EMA after them."""
     engine = make_engine(load(folder, rank=rank), stage, world)
-    reference, ema = load(folder), EmaWeights(engine, 0.75, world)
+    reference, shards, ema = load(folder), load(folder, shards=world), EmaWeights(engine, 0.75, world)
     visited = [weights_of(engine)]
     for _ in range(3):
         take_step(engine)
         ema.update()
-        blend_reference(reference, engine, 0.25)
+        for each in (reference, shards):
+            blend_reference(each, engine, 0.25)
         visited.append(weights_of(engine))
-    followed = {name: p.detach().clone() for name, p in reference.model.named_parameters()}
-    return {"visited": visited, "reference": followed, "ema": ema.weights()}
+    with deepspeed.zero.GatheredParameters(list(shards.parameters())):
+        followed, gathered = (
+            {name: p.detach().clone() for name, p in each.model.named_parameters()} for each in (reference, shards)
+        )
+    return {"visited": visited, "reference": followed, "sharded": gathered, "ema": averages(ema)}
+
+
+def averages(ema: EmaWeights) -> dict[str, Tensor]:
+    """Return name -> average; a collective."""
+    with ema.gathered([name for name, _, _ in ema.named_shapes()]) as tensors:
+        return dict(tensors)
 
 
 def main() -> None:
@@ -75,8 +91,28 @@ def main() -> None:
     torch.set_num_threads(1)
     ema_module.GATHERED_BYTES = 10_000
     world = join_world()
-    results = {stage: follow(Path(sys.argv[2]), stage, world) for stage in (2, 3)}
+    results: dict[Any, Any] = {stage: follow(Path(sys.argv[2]), stage, world) for stage in (2, 3)}
+    results["saved"] = save_and_load(Path(sys.argv[2]), Path(sys.argv[1]), world)
     torch.save(results, Path(sys.argv[1], f"rank{world.rank}.pt"))
+
+
+def save_and_load(tiny: Path, folder: Path, world: World) -> list[dict[str, Tensor]]:
+    """Save a reference as shards, load it whole, save that and load it as shards; return the weights of all three."""
+    engine = make_engine(load(tiny), 2, world)
+    take_step(engine)
+    found = []
+    for number, is_sharded in enumerate((True, False, True)):
+        module = load(tiny, shards=world if is_sharded else None)
+        reference = MovingReference(module, engine, None, world)
+        if number:
+            reference.load(folder / f"reference{number - 1}")
+        else:
+            reference.blend(engine, 0.5)
+        reference.snapshot().write(folder / f"reference{number}", world.rank)
+        world.barrier()
+        with deepspeed.zero.GatheredParameters(list(module.parameters())):
+            found.append({name: p.detach().clone() for name, p in module.named_parameters()})
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -104,23 +140,36 @@ def test_reference_and_ema_equal_the_formula(tiny, world, stage, rank):
         for weights in found["visited"][1:]:
             reference = 0.75 * reference + 0.25 * weights[name].double()
             ema = 0.75 * ema + 0.25 * weights[name].double()
-        for kind, expected in (("reference", reference), ("ema", ema)):
+        for kind, expected in (("reference", reference), ("sharded", reference), ("ema", ema)):
             torch.testing.assert_close(found[kind][name].double(), expected, atol=1e-6, rtol=1e-6, msg=f"{kind} {name}")
     moved = {name: (w - found["visited"][0][name]).abs().max() for name, w in found["ema"].items()}
     assert {name for name, change in moved.items() if change > 1e-4} == {n for n in moved if not rank or "_proj" in n}
 
 
-def test_two_ranks_give_what_one_gives(tiny, world, on_two_ranks):
-    """Each rank holds a whole reference; only rank 0 holds an EMA."""
-    first, second = on_two_ranks(__file__)
+@pytest.fixture(scope="module")
+def ranks(on_two_ranks) -> list[dict[Any, Any]]:
+    return on_two_ranks(__file__)
+
+
+def test_two_ranks_give_what_one_gives(tiny, world, ranks):
+    """Each rank holds a reference, whole or as shards, and the EMA of some weights."""
     for stage in (2, 3):
         expected = follow(tiny, stage, world)
-        assert second[stage]["ema"] == {}
-        for rank in (first, second):
-            for kind in ("reference", "ema") if rank is first else ("reference",):
+        for rank in ranks:
+            for kind in ("reference", "sharded", "ema"):
                 assert rank[stage][kind].keys() == expected[kind].keys()
                 for name, tensor in expected[kind].items():
                     torch.testing.assert_close(rank[stage][kind][name], tensor, atol=1e-5, rtol=0, msg=name)
+
+
+def test_a_checkpoint_of_shards_is_read_as_a_whole_reference_and_back(tiny, ranks):
+    before = dict(load(tiny).named_parameters())
+    for rank in ranks:
+        first, *others = rank["saved"]
+        assert not torch.equal(first["model.model.norm.weight"], before["model.model.norm.weight"])
+        for other in others:
+            assert other.keys() == first.keys() == before.keys()
+            assert all(torch.equal(other[name], weight) for name, weight in first.items())
 
 
 def test_reference_survives_a_checkpoint(tiny, world, tmp_path):
@@ -182,12 +231,12 @@ def test_ema_continues_from_its_file(tiny, world, tmp_path):
     ema.update()
     ema.snapshot().write(tmp_path / "ema", 0)
     other = EmaWeights(engine, 0.9, world)  # starts from weights that have moved
-    assert not torch.equal(other.weights()["model.norm.weight"], ema.weights()["model.norm.weight"])
+    assert not torch.equal(averages(other)["model.norm.weight"], averages(ema)["model.norm.weight"])
     other.load(tmp_path / "ema")
     take_step(engine)
     for each in (ema, other):
         each.update()
-    assert all(torch.equal(w, other.weights()[name]) for name, w in ema.weights().items())
+    assert all(torch.equal(w, averages(other)[name]) for name, w in averages(ema).items())
 
 
 def test_ema_adds_up_changes_below_the_precision_of_bfloat16(tiny, world, tmp_path):
@@ -199,7 +248,7 @@ def test_ema_adds_up_changes_below_the_precision_of_bfloat16(tiny, world, tmp_pa
         parameter.data.fill_(1.0078125)
     for _ in range(100):
         ema.update()
-    assert all(w.dtype == torch.bfloat16 for w in ema.weights().values())
+    assert all(w.dtype == torch.bfloat16 for w in averages(ema).values())
     ema.snapshot().write(tmp_path, 0)
     held = load_file(tmp_path / "part_00000.safetensors")["model.norm.weight"]
     assert held.dtype == torch.float32 and held.tolist() == pytest.approx([1.0007438] * 32, abs=1e-6)
@@ -212,10 +261,10 @@ def test_ema_is_exported_as_a_model(tiny, world, tmp_path):
     ema.update()
     actors = copy.deepcopy(weights_of(engine))
     tokenizer = load_tokenizer(str(tiny / "policy"))
-    export.export_weights(tmp_path / "export_ema", engine, ema.weights(), tokenizer, world)
+    export.export_weights(tmp_path / "export_ema", engine, ema, tokenizer, world)
     exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "export_ema").named_parameters())
-    assert exported.keys() == ema.weights().keys()
-    assert all(torch.equal(exported[name], w) for name, w in ema.weights().items())
+    assert exported.keys() == averages(ema).keys()
+    assert all(torch.equal(exported[name], w) for name, w in averages(ema).items())
     assert not torch.equal(exported["model.norm.weight"], actors["model.norm.weight"])
     assert all(torch.equal(w, actors[name]) for name, w in weights_of(engine).items())
     assert load_tokenizer(str(tmp_path / "export_ema")).get_vocab() == tokenizer.get_vocab()

@@ -8,6 +8,7 @@ other rank's weights. transformers' own support of ZeRO-3 reads all files of a m
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -109,12 +110,22 @@ def trained_sharder(config: Config, world: World, name: str) -> ZeroSharder | No
     """Return what shards `actor` or `critic` while it loads; None below ZeRO-3, where ranks hold whole weights."""
     if config.update.zero_stage < 3:
         return None
-    return ZeroSharder(world, zero3_settings(config, world, getattr(config.update, name)), gathers_layers=False)
+    settings = zero3_settings(config, world, getattr(config.update, name), further=config.update.deepspeed)
+    return ZeroSharder(world, settings, gathers_layers=False)
 
 
-def zero3_settings(config: Config, world: World, optimizer: OptimizerConfig) -> dict[str, Any]:
-    """Return DeepSpeed's settings of a model whose weights are shards."""
-    dtype, further = choose_dtype(config.models.dtype, world.device), config.update.deepspeed
+def frozen_sharder(config: Config, world: World, *, is_sharded: bool) -> ZeroSharder | None:
+    """Return what shards a model that is not trained while it loads; None for a whole model on every rank."""
+    if not is_sharded:
+        return None
+    return ZeroSharder(world, zero3_settings(config, world, OptimizerConfig()), gathers_layers=True)
+
+
+def zero3_settings(
+    config: Config, world: World, optimizer: OptimizerConfig, *, further: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Return DeepSpeed's settings of a model whose weights are shards; further: update.deepspeed."""
+    dtype = choose_dtype(config.models.dtype, world.device)
     return deepspeed_settings(optimizer, zero_stage=3, dtype=dtype, device=world.device, further=further)
 
 

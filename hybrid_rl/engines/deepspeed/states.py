@@ -23,10 +23,11 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
-from hybrid_rl.checkpoints.snapshot import SavedTensors, Snapshot
+from hybrid_rl.checkpoints.snapshot import SavedTensors, Snapshot, divide_among_ranks
 from hybrid_rl.config import check
 from hybrid_rl.distributed import World
 from hybrid_rl.engines.deepspeed.shards import Shards
+from hybrid_rl.models.sharding import own_part
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 
@@ -67,13 +68,12 @@ class TrainingState:
         keys = (MASTER, *MOMENTS) if self.num_steps else (MASTER,)  # the first step creates the moments
         if self.num_steps:
             self._link_moments()
-        tensors, held = {}, [0] * self._world.size
+        sizes = {name: math.prod(self._shards.shape(parameter)) for name, parameter in self._trained()}
+        tensors, owners = {}, divide_among_ranks(sizes, self._world.size)
         for name, parameter in self._trained():
-            owner = held.index(min(held))
-            held[owner] += math.prod(self._shards.shape(parameter))
             for key in keys:
                 full = self._shards.unshard(parameter, self._get(parameter, key))
-                if owner == self._world.rank:
+                if owners[name] == self._world.rank:
                     tensors[f"{name}/{key}"] = full.detach().to("cpu", torch.float32, copy=True)
         return Snapshot(
             tensors=tensors, notes={"num_steps": str(self.num_steps), "adapters": json.dumps(self._adapters)}
@@ -161,10 +161,8 @@ class TrainingState:
 
     def _zero3_shard(self, parameter: Any, value: Tensor) -> Tensor:
         """Return this rank's ZeRO-3 shard of a full value; all shards have one length, zeros pad the last."""
-        numel = parameter.ds_tensor.numel()
-        padded = value.new_zeros(numel * self._world.size)
-        padded[: value.numel()] = value.flatten()
-        return padded[numel * self._world.rank :][:numel].to(parameter.ds_tensor.device)
+        part, shard = own_part(parameter, value), parameter.ds_tensor
+        return nn.functional.pad(part, (0, shard.numel() - part.numel())).to(shard.device)
 
     def _set_model_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Set the weight that forward and backward read, rounded from the master weight."""
