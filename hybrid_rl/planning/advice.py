@@ -8,14 +8,18 @@ from typing import Any
 from hybrid_rl.config import Config, ConfigError
 from hybrid_rl.models.sequence_parallel import check_head_counts
 from hybrid_rl.planning.engine_memory import check_engine_heads
-from hybrid_rl.planning.plan import Machine
+from hybrid_rl.planning.plan import Machine, Plan
 from hybrid_rl.planning.planner import make_plan
+from hybrid_rl.planning.rates import Rates, rates_of
 from hybrid_rl.planning.shapes import Shapes
+from hybrid_rl.planning.simulator import simulate
 from hybrid_rl.validate import validate
 
 MAX_GPUS = 64
 MAX_ENGINE_GPUS = 8
 LORA_RANK = 32
+ENOUGH = 1.25
+"""Factor by which a step may take longer than the fastest one for the sake of fewer changed settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,21 +87,42 @@ def find_fitting_alternative(config: Config, machine: Machine, shapes: Shapes) -
 
 
 def find_fitting_settings(start: Alternative, shapes: Shapes) -> Alternative | None:
-    """Return the alternative on the same GPUs, and with the same weights trained, that fits and costs least time.
+    """Return the alternative on the same GPUs, and with the same weights trained, that fits; itself if it does.
 
-    The alternative itself comes first. Each further one adds what saves memory, in this order: gradient checkpointing
-    and smaller micro-batches; ZeRO-3, with an engine over more and more GPUs, because it has copies of the weights;
-    optimizers on the host.
+    Alternatives with the optimizer where it is set come before those with an optimizer on the host. Of these it is the
+    first one, which changes least, whose step takes at most ENOUGH times the shortest predicted duration.
     """
-    return _first_fit(_combinations(start), shapes)
+    if _plan_that_fits(start, shapes):
+        return start
+    rates = rates_of(start.machine.card) if start.machine.card else Rates()
+    for group in _combinations(start):
+        seconds = [
+            (simulate(found.config, found.machine, shapes, plan, rates).total_s, found)
+            for found in group
+            if (plan := _plan_that_fits(found, shapes))
+        ]
+        if seconds:
+            shortest = min(duration for duration, _ in seconds)
+            return next(found for duration, found in seconds if duration <= ENOUGH * shortest)
+    return None
+
+
+def most_saving(start: Alternative) -> Alternative:
+    """Return the combination of changes that needs least memory of a GPU, whether it fits or not."""
+    return [found for group in _combinations(start) for found in group][-1]
 
 
 def _first_fit(alternatives: Iterable[Alternative], shapes: Shapes) -> Alternative | None:
     """Return the first valid alternative whose plan fits."""
-    for found in {str(each): each for each in alternatives}.values():
-        if found.is_valid(shapes) and make_plan(found.config, found.machine, shapes).fits:
-            return found
-    return None
+    return next((found for found in alternatives if _plan_that_fits(found, shapes)), None)
+
+
+def _plan_that_fits(found: Alternative, shapes: Shapes) -> Plan | None:
+    """Return the plan of an alternative; None if its settings are not valid, or if it does not fit."""
+    if not found.is_valid(shapes):
+        return None
+    plan = make_plan(found.config, found.machine, shapes)
+    return plan if plan.fits else None
 
 
 def describe_alternative(found: Alternative | None) -> str:
@@ -123,19 +148,28 @@ def _single_changes(start: Alternative) -> Iterator[Alternative]:
     yield from _more_gpus(start)
 
 
-def _combinations(start: Alternative) -> Iterator[Alternative]:
-    """Yield combinations of changes that save memory; see find_fitting_settings."""
+def _combinations(start: Alternative) -> Iterator[list[Alternative]]:
+    """Yield combinations of changes that save memory: with the optimizers as set, then with optimizers on the host.
+
+    They differ in gradient checkpointing and the size of micro-batches, and in ZeRO-3 with the engine over more GPUs,
+    because it has copies of the weights.
+    """
     planned = start.set("models.shard_frozen", "auto")
     planned = planned.set("rollout.kv_cache_memory_bytes", None).set("memory.swap", "auto")
     for optimizer in (planned, _optimizers_on_host(planned)):
+        group = []
         for sharded in (optimizer, *_sharded(optimizer)):
             checkpointed = sharded.set("models.gradient_checkpointing", True)
-            yield from (sharded, checkpointed, [checkpointed, *_smaller_micro_batches(checkpointed)][-1])
+            group += [sharded, checkpointed, [checkpointed, *_smaller_micro_batches(checkpointed)][-1]]
+        yield list({str(found): found for found in group}.values())
 
 
 def _sharded(start: Alternative) -> Iterator[Alternative]:
-    """Yield ZeRO-3 with the engine as set and over more GPUs of a node; nothing on one GPU."""
-    if start.machine.num_ranks == 1:
+    """Yield ZeRO-3 with the engine as set and over more GPUs of a node.
+
+    On one GPU it saves memory with an optimizer on the host alone, to which gradients move at once.
+    """
+    if start.machine.num_ranks == 1 and start.config.update.actor.kind != "cpu_adam":
         return
     sharded = start.set("update.zero_stage", 3)
     yield sharded

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from hybrid_rl.config import Config, check
 from hybrid_rl.memory.residency import ROLLOUT, Phase
+from hybrid_rl.planning.adapter_memory import engine_adapter_bytes
 from hybrid_rl.planning.plan import GIB, Allocation, Plan, peak_bytes
 from hybrid_rl.planning.shapes import Shapes
 from hybrid_rl.planning.workload import Workload
@@ -17,9 +18,9 @@ KV_BLOCK_TOKENS = 16
 
 
 def engine_weight_bytes(work: Workload) -> int:
-    """Return the bytes of the engine's own copy of the weights; 0 if they are views of the trainer's."""
+    """Return the bytes of the engine's own weights: a copy, unless they are views of the trainer's, and its adapter."""
     num_bytes = work.dtype_bytes * work.shapes.actor.num_params // work.config.rollout.tensor_parallel_size
-    return 0 if work.aliases_weights else num_bytes
+    return (0 if work.aliases_weights else num_bytes) + engine_adapter_bytes(work)
 
 
 def kv_token_bytes(work: Workload) -> int:

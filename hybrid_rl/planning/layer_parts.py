@@ -63,11 +63,6 @@ class Latent:
     rotary_size: int
     """Elements of the rotary part of the key, which all heads share."""
 
-    @property
-    def cached_elements(self) -> int:
-        """Elements per token and layer in the KV cache, which every GPU of an engine holds whole."""
-        return self.key_rank + self.rotary_size
-
 
 def read_latent(config: Any) -> Latent | None:
     """Return the latent attention of a text configuration; None for ordinary attention."""

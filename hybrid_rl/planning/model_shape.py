@@ -140,10 +140,9 @@ class ModelShape:
         """Return the bytes of one token's keys and values in all layers, on each GPU of an engine.
 
         Key heads are divided among the GPUs; with fewer heads than GPUs, each GPU holds one. A sliding window counts as
-        full attention. With latent attention each GPU holds the compressed keys and values of all heads.
+        full attention. With latent attention the engine caches keys and values of all heads, not the compressed ones, to
+        which a weight sync could not write, and pads values to the size of keys.
         """
-        if self.latent:
-            return self.num_layers * self.latent.cached_elements * dtype_bytes
         key_size = max(self.key_size // num_gpus, self.head_size)
         return 2 * self.num_layers * key_size * dtype_bytes
 

@@ -1,5 +1,6 @@
 """The size of a step on one rank, with every prompt and every response at its full length."""
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -84,18 +85,18 @@ class Workload:
         update = self.config.update
         return self.num_sequences * update.sequence_parallel_size * update.tensor_parallel_size
 
-    @property
-    def actor_tensors(self) -> list[NamedShape]:
+    @functools.cached_property
+    def actor_tensors(self) -> tuple[NamedShape, ...]:
         """Name, shape and dtype of the actor's parameters, which weight sync sends."""
         dtype = torch.float32 if self.dtype_bytes == 4 else torch.bfloat16
-        return [(name, shape, dtype) for name, shape in self.shapes.actor.tensors]
+        return tuple((name, shape, dtype) for name, shape in self.shapes.actor.tensors)
 
     @property
     def aliases_weights(self) -> bool:
         """Whether the engine's parameters are views of the trainer's, so that they exist once."""
         return self.config.rollout.engine == "vllm" and not self.sync.why_copies
 
-    @property
+    @functools.cached_property
     def sync(self) -> SyncChoice:
         """How the engine gets the trainer's weights; where the settings forbid it, as with sync.mode = auto."""
         config = self.config

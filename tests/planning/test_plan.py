@@ -108,6 +108,30 @@ def test_with_lora_the_optimizer_holds_the_adapters_only(make_config):
     assert allocation(found, "actor_parameters").num_bytes == 2 * (7_615_616_512 + num_adapted)
 
 
+def test_an_engine_with_adapters_holds_them_beside_the_aliased_base(make_config):
+    config = make_config("7b", models={"lora": LoraConfig(rank=12)}, sync={"mode": "auto"}, memory={"swap": "off"})
+    config = replace(config, models=replace(config.models, actor=make_config("7b").models.actor))
+    found = plan(config, machine())
+    # vLLM pads the rank to 16: A and B of q, o (3584 twice), k, v (3584 and 512), gate, up, down (3584 and 18944).
+    elements = 28 * (2 * 7168 + 2 * 4096 + 3 * 22528)
+    assert allocation(found, "engine_weights").num_bytes == 2 * 16 * elements
+    assert allocation(found, "staging bucket").num_bytes == 2 * 12 * elements  # each matrix is a multiple of 256 bytes
+    assert allocation(found, "actor_parameters").num_bytes == 2 * (7_615_616_512 + 12 * elements)
+    merged = replace(config, models=replace(config.models, lora=LoraConfig(rank=12, sync="merged")))
+    assert allocation(plan(merged, machine()), "engine_weights").num_bytes == 2 * 7_615_616_512
+
+
+def test_an_engine_has_memory_for_all_parts_of_a_layer_that_it_fuses(make_config):
+    lora = LoraConfig(rank=8, target_modules=["k_proj", "down_proj"], sync="adapters")
+    config = make_config("7b", models={"lora": lora}, memory={"swap": "off"}, rollout={"tensor_parallel_size": 2})
+    config = replace(config, models=replace(config.models, actor=make_config("7b").models.actor))
+    # Of two GPUs each holds A whole and half of B for q, k, v, and half of A and all of B for down.
+    fused = 8 * (3 * 3584 + (3584 + 2 * 512) // 2)
+    down = 8 * (18944 // 2 + 3584)
+    expected = 2 * 7_615_616_512 // 2 + 2 * 28 * (fused + down)  # and its copy of half the base
+    assert allocation(plan(config, machine(200, num_gpus=2)), "engine_weights").num_bytes == expected
+
+
 @pytest.mark.parametrize(
     "phases, restores",
     [

@@ -172,8 +172,8 @@ def test_latent_attention_and_shared_experts_by_hand(tmp_path):
     whole = 61 * (attention + norms) + 3 * dense + 58 * (257 * expert + router) + words
     assert shape.num_params == whole == 671_026_404_352
     assert shape.num_active_linear == 61 * attention + 3 * dense + 58 * (9 * expert + router)
-    # An engine caches 512 compressed elements and 64 of the rotary key, on each of its GPUs.
-    assert shape.kv_bytes_per_token(2) == shape.kv_bytes_per_token(2, num_gpus=8) == 61 * (512 + 64) * 2
+    # An engine caches keys of 192 elements for each of 128 heads, and values in as many.
+    assert shape.kv_bytes_per_token(2) == 2 * 61 * 128 * 192 * 2 == 8 * shape.kv_bytes_per_token(2, num_gpus=8)
     # Queries and keys of 192 elements, values and outputs of 128, for each of 128 heads.
     assert shape.forward_flops(1, length=10) - 2 * shape.num_active_linear == 61 * 128 * (192 + 128) * 10
 
