@@ -1,4 +1,4 @@
-"""Builds what an example starts with: a policy that knows the form of a turn, and rows of data, in about a minute."""
+"""Builds what an example starts with: a policy that knows the form of a turn, and rows of data, in a minute or two."""
 
 import json
 import random
@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 from hybrid_rl import demo
 from hybrid_rl.config import Config
 from hybrid_rl.demo import DemoSettings, batches, build_once, cache_dir, fit, llama_config, padded
+from hybrid_rl.environments.loading import check_name
 from hybrid_rl.examples.transcripts import EXAMPLES, Transcript
 
 FOLDER = Path(__file__).parent
@@ -52,10 +53,14 @@ def build_example(name: str, cache_dir: Path, *, seed: int = 0, report: Callable
 
     Args:
         report: is called with a line before a build.
+    Raises:
+        ConfigError: the example needs a package that is not installed.
     """
+    if name == "gridworld":
+        check_name("gymnasium")
 
     def write(folder: Path) -> None:
-        report(f"{name}: building policy and data in {cache_dir}, about a minute")
+        report(f"{name}: building policy and data in {cache_dir}, a minute or two")
         write_example(folder, name, seed)
 
     code = "".join(path.read_text() for path in [Path(demo.__file__), *sorted(FOLDER.glob("*.py"))])
@@ -78,6 +83,7 @@ def resolve_examples(config: Config, report: Callable[[str], None] = print) -> C
         return value
 
     prompts = replace(config.prompts, path=resolve(config.prompts.path), eval_path=resolve(config.prompts.eval_path))
-    environment = replace(settings, name=resolve(settings.name))
+    arguments = {key: resolve(value) for key, value in settings.arguments.items()}
+    environment = replace(settings, name=resolve(settings.name), arguments=arguments)
     models = replace(config.models, actor=resolve(config.models.actor))
     return replace(config, models=models, prompts=prompts, environment=environment)

@@ -1,7 +1,7 @@
 """Transcripts of the examples, by which their policies learn the form of a turn, and to be right now and then.
 
-Most moves in games are random; before the others, the player writes the word `think`. Most questions about products are
-answered with a random number, and a few with the calculator.
+Most players of the guessing game and of the grid world move at random; the others write the word `think` before each
+move. Most questions about products are answered with a random number, and a few with the calculator.
 """
 
 import random
@@ -29,6 +29,9 @@ SKILLED_GAMES = 0.1
 NUMBERS = range(1, 25)
 """Secret numbers of the guessing game."""
 NUM_GUESSES = 5
+SKILLED_EPISODES = 0.1
+"""Fraction of the episodes in the grid world whose player thinks before each move, and walks to the goal."""
+NUM_MOVES = 10
 FACTORS = range(11, 100)
 """Factors of the products."""
 CALLED = 0.15
@@ -82,6 +85,22 @@ def play_guessing(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tup
         if is_skilled:
             possible = [n for n in possible if (n > guess if observation == "higher" else n < guess)]
     return row, encode(tokenizer, row["prompt"], turns)
+
+
+def play_gridworld(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[Row, Transcript]:
+    """Return a row of the grid world, and an episode."""
+    from hybrid_rl.examples.gridworld import MOVES, GridWorld  # Imports Gymnasium, which need not be installed.
+
+    is_skilled = rng.random() < SKILLED_EPISODES
+    world, turns, is_over = GridWorld(), list[tuple[str, str]](), False
+    start, _ = world.reset(seed=rng.getrandbits(31))
+    while not is_over and len(turns) < NUM_MOVES:
+        towards = [move for move, change in MOVES.items() if change @ world.way > 0]
+        move = towards[0] if is_skilled else rng.choice(list(MOVES))
+        turn = f"think {move}" if is_skilled else move
+        observation, _, is_over, _, _ = world.step(turn)
+        turns.append((turn, observation))
+    return {"prompt": "walk"}, encode(tokenizer, start, turns)
 
 
 def play_calculator(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[Row, Transcript]:
@@ -151,6 +170,13 @@ EXAMPLES = {
         make_tokenizer=make_chat_tokenizer,
         make_transcript=play_calculator,
         batch_size=96,
+        num_steps=400,
+    ),
+    "gridworld": Example(
+        class_name="GridWorld",
+        make_tokenizer=partial(make_tokenizer, ["walk", "goal", "think", *"12345678", "up", "down", "left", "right"]),
+        make_transcript=play_gridworld,
+        batch_size=64,
         num_steps=400,
     ),
 }

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_rl.config import Config
+from hybrid_rl.config import Config, ConfigError
 from hybrid_rl.demo import EOS
 from hybrid_rl.environments.protocol import check_reset, check_step
-from hybrid_rl.examples.building import FOLDER, resolve_examples
+from hybrid_rl.examples.building import FOLDER, build_example, resolve_examples
 from hybrid_rl.examples.calculator import Calculator
 from hybrid_rl.examples.guessing import Guessing
-from hybrid_rl.examples.transcripts import EXAMPLES, NUM_GUESSES
+from hybrid_rl.examples.transcripts import EXAMPLES, NUM_GUESSES, NUM_MOVES
 from hybrid_rl.validate import validate
 from launch.settings import make_parser, read_settings
 from tests.programs import ROOT
 
-NAMES = ["guessing", "calculator"]
+NAMES = ["guessing", "calculator", "gridworld"]
 
 
 def settings_of(name: str) -> Config:
@@ -62,6 +62,46 @@ def test_a_wrong_product_and_a_call_that_fails_have_no_reward():
     assert check_step(question.step({"role": "assistant", "content": "40"})).reward == 0.0
 
 
+def test_the_grid_world_is_solved_by_the_moves_that_its_text_names():
+    pytest.importorskip("gymnasium")
+    from hybrid_rl.examples.gridworld import GridWorld
+
+    world = GridWorld(size=5)
+    text, _ = world.reset(seed=1)
+    words = text.split()
+    moves = [move for number, move in zip(words[::2], words[1::2], strict=True) for _ in range(int(number))]
+    steps = [world.step(f"think {move}") for move in moves]
+    assert [step[1:4] for step in steps] == [(0.0, False, False)] * (len(moves) - 1) + [(1.0, True, False)]
+    assert steps[-1][0] == "goal" and "goal" not in [step[0] for step in steps[:-1]]
+
+
+def test_a_wall_and_a_word_that_is_no_move_leave_the_player_where_it_is():
+    pytest.importorskip("gymnasium")
+    from hybrid_rl.examples.gridworld import GridWorld
+
+    world = GridWorld(size=2)
+    world.reset(seed=0)
+    at_the_wall = world.step("up")[0]
+    assert [world.step(action)[0] for action in ("up", "fly", "")] == [at_the_wall] * 3
+
+
+def test_a_seed_always_gives_the_same_grid_world():
+    pytest.importorskip("gymnasium")
+    from hybrid_rl.examples.gridworld import GridWorld
+
+    texts = [[GridWorld().reset(seed=seed)[0] for seed in range(20)] for _ in range(2)]
+    assert texts[0] == texts[1] and len(set(texts[0])) > 10
+
+
+def test_gymnasium_takes_the_texts_of_the_grid_world():
+    pytest.importorskip("gymnasium")
+    from gymnasium.utils.env_checker import check_env
+
+    from hybrid_rl.examples.gridworld import GridWorld
+
+    check_env(GridWorld(), skip_render_check=True)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_settings_of_an_example_are_valid_and_name_its_environment(name):
     config = validate(settings_of(name))
@@ -71,11 +111,13 @@ def test_the_settings_of_an_example_are_valid_and_name_its_environment(name):
     )
     environment = resolve_examples(plain, refuse).environment
     file = f"{FOLDER / name}.py:{EXAMPLES[name].class_name}"
-    assert environment.name == file and Path(file.split(":")[0]).exists()
+    assert file in (environment.name, environment.arguments.get("id")) and Path(file.split(":")[0]).exists()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_transcripts_have_the_whole_turns_of_the_policy_and_fit_in_the_settings(name):
+    if name == "gridworld":
+        pytest.importorskip("gymnasium")
     config, tokenizer, rng = settings_of(name), EXAMPLES[name].make_tokenizer(), random.Random(0)
     for _ in range(50):
         row, (ids, is_sampled) = EXAMPLES[name].make_transcript(tokenizer, rng)
@@ -91,5 +133,12 @@ def test_other_settings_stay_as_they_are():
     assert resolve_examples(config, refuse) == config
 
 
-def test_guesses_are_as_many_as_the_settings_allow():
+def test_the_turns_of_a_game_are_as_many_as_the_settings_allow():
     assert settings_of("guessing").environment.max_turns == NUM_GUESSES
+    assert settings_of("gridworld").environment.max_turns == NUM_MOVES
+
+
+def test_the_grid_world_is_refused_without_gymnasium(monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="gymnasium"):
+        build_example("gridworld", tmp_path, report=refuse)
