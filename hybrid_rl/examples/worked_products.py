@@ -11,7 +11,7 @@ from hybrid_rl.environments.tools import ToolEnvironment
 
 QUESTION = "Solve the following multiplication: {a} * {b}. Give only the result as your final answer."
 """The question of reasoning_gym's task `products`."""
-EXAMPLES = ((12, 34), (505, 71))
+EXAMPLES = ((12, 34), (505, 71), (88, 640))
 """Numbers of the worked examples."""
 
 
