@@ -126,7 +126,9 @@ def engine_footprint(shape: ModelShape, sharding: Sharding, *, num_trained: int)
     )
 
 
-def head_bytes(shape: ModelShape, tokens: int, *, backend: str, backward: bool, has_entropy: bool = False) -> int:
+def head_bytes(
+    shape: ModelShape, tokens: int, *, backend: str, backward: bool, has_entropy: bool = False, is_frozen: bool = False
+) -> int:
     """Return the bytes that the log-probs of `tokens` response tokens need beyond inputs and results.
 
         reference, forward   2 chunks of logits, 3 if there is more than one chunk
@@ -143,10 +145,11 @@ def head_bytes(shape: ModelShape, tokens: int, *, backend: str, backward: bool, 
         backend: reference or triton, see hybrid_rl_kernels.dispatch.
         backward: whether gradients are computed.
         has_entropy: whether the loss has an entropy term.
+        is_frozen: whether the weight has no gradient, as with adapters.
     """
     if shape.vocab_size == 1:
         return 0
-    weight = shape.hidden_size * shape.vocab_size
+    weight = 0 if is_frozen else shape.hidden_size * shape.vocab_size
     if backend == "triton":
         return TRITON_BACKWARD_BYTES + 2 * weight if backward else TRITON_FORWARD_BYTES
     chunks = (3 if tokens > CHUNK_ROWS else 2) + (backward and has_entropy)

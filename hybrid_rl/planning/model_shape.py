@@ -140,7 +140,7 @@ class ModelShape:
         """Return the bytes of one token's keys and values in all layers, on each GPU of an engine.
 
         Key heads are divided among the GPUs; with fewer heads than GPUs, each GPU holds one. A sliding window counts as
-        full attention. With latent attention the engine caches keys and values of all heads, not the compressed ones, to
+        full attention. With latent attention the engine caches keys and values of all heads, not compressed ones, to
         which a weight sync could not write, and pads values to the size of keys.
         """
         key_size = max(self.key_size // num_gpus, self.head_size)

@@ -19,7 +19,8 @@ from hybrid_rl.planning.shapes import Shapes
 def measure_machine(world: World) -> Machine:
     """Return the devices of these ranks with the least memory that is available on any; a collective."""
     available = min(world.all_gather(available_bytes(world.device)))
-    return machine_of(world.ranks_on_nodes(), available)
+    card = find_card(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
+    return replace(machine_of(world.ranks_on_nodes(), available), card=card)
 
 
 def machine_of(ranks_on_nodes: list[int], memory_bytes: int) -> Machine:

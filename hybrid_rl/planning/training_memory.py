@@ -51,7 +51,7 @@ def score_allocations(work: Workload) -> list[Allocation]:
     if work.shards_frozen:
         gathered += [gathered_bytes(work, shape) for shape in (shapes.reference, shapes.reward) if shape]
     activations = max(shape.transient_bytes(tokens, work.dtype_bytes) for shape in models)
-    head = head_bytes(shapes.actor, head_tokens, backend=work.machine.backend, backward=False)
+    head = head_bytes(shapes.actor, head_tokens, backend=work.head_backend, backward=False)
     sizes = {
         "activations": activations,
         "log-prob head": head,
@@ -83,7 +83,14 @@ def update_allocations(work: Workload, name: str) -> list[Allocation]:
         is_fused=uses_liger(models.fused_layers, shape.model_type, is_half_on_gpu=work.is_half_on_gpu),
     )
     has_entropy = work.config.update.entropy_coef != 0
-    head = head_bytes(shape, head_tokens, backend=work.machine.backend, backward=True, has_entropy=has_entropy)
+    head = head_bytes(
+        shape,
+        head_tokens,
+        backend=work.head_backend,
+        backward=True,
+        has_entropy=has_entropy,
+        is_frozen=bool(models.lora.rank),
+    )
     backward = max(head, shape.transient_bytes(tokens, work.dtype_bytes))
     sizes = {
         "gradients": part.gradient_bytes,

@@ -34,6 +34,12 @@ class Workload:
         return self.machine.backend == "triton" and self.dtype_bytes == 2
 
     @property
+    def head_backend(self) -> str:
+        """Kernels of the log-probs: chunks of logits in PyTorch also on a card that has no room for the fused ones."""
+        card = self.machine.card
+        return "reference" if card and not card.has_fused_logprobs else self.machine.backend
+
+    @property
     def prompt_tokens(self) -> int:
         """Tokens of a prompt."""
         return self.config.prompts.max_prompt_tokens

@@ -243,6 +243,8 @@ def test_the_peak_of_a_head_matches_the_formula(dtype, num_rows, has_entropy, nu
         plan = head_bytes(shape, num_rows, backend="reference", backward=is_backward, has_entropy=has_entropy)
         assert plan == pytest.approx(marks[part][1], rel=0.1)
     assert head_bytes(shape, 9, backend="triton", backward=False) == 64 << 20
+    frozen = head_bytes(shape, num_rows, backend="reference", backward=True, has_entropy=has_entropy, is_frozen=True)
+    assert plan - frozen == 8 * num_words * hidden_size
     assert head_bytes(dataclasses.replace(shape, vocab_size=1), 9, backend="reference", backward=True) == 0
 
 

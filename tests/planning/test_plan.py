@@ -17,6 +17,7 @@ from hybrid_rl.config import (
 )
 from hybrid_rl.distributed import join_world
 from hybrid_rl.memory.residency import RESIDENCY, Phase
+from hybrid_rl.planning.cards import CARDS
 from hybrid_rl.planning.engine_memory import ENGINE_CONTEXT_BYTES, GRAPHS_LAYER_BYTES
 from hybrid_rl.planning.plan import GIB, Allocation, Machine, Plan
 from hybrid_rl.planning.planner import CONNECTION_BYTES, TRAINER_CONTEXT_BYTES, make_plan
@@ -130,6 +131,14 @@ def test_an_engine_has_memory_for_all_parts_of_a_layer_that_it_fuses(make_config
     down = 8 * (18944 // 2 + 3584)
     expected = 2 * 7_615_616_512 // 2 + 2 * 28 * (fused + down)  # and its copy of half the base
     assert allocation(plan(config, machine(200, num_gpus=2)), "engine_weights").num_bytes == expected
+
+
+def test_a_card_without_room_for_the_fused_kernels_takes_chunks_of_logits(make_config):
+    config = make_config("7b", models={"lora": LoraConfig(rank=8)}, memory={"swap": "off"})
+    config = replace(config, models=replace(config.models, actor=make_config("7b").models.actor))
+    known = {name: replace(machine(200), backend="triton", card=CARDS[name]) for name in ("rtx4090", "h100")}
+    found = {name: allocation(plan(config, each), "log-prob head").num_bytes for name, each in known.items()}
+    assert found == {"rtx4090": 3 * 4 * 1024 * 152064, "h100": 64 << 20}
 
 
 @pytest.mark.parametrize(
