@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+
+from hybrid_rl.processes import families
 
 PATIENCE_S = 15.0
 """Time after the end of a run in which its processes may still end and remove their files."""
@@ -58,12 +61,16 @@ class Traces:
         for look in itertools.count():
             if self._is_closed:
                 return
-            for process in list(self._processes):
-                with suppress(psutil.Error):
-                    self._processes.update(process.children(recursive=True))
+            self._look_at_processes()
             if look % _FILES_EVERY == 0:
                 self._look_at_files()
             time.sleep(_INTERVAL_S)
+
+    def _look_at_processes(self) -> None:
+        known = {process.pid for process in self._processes if process.is_running()}
+        for pid in {state.pid for family in families([*known]) for state in family} - known:
+            with suppress(psutil.Error):
+                self._processes.add(psutil.Process(pid))
 
     def _look_at_files(self) -> None:
         for process in list(self._processes):
@@ -87,7 +94,7 @@ class Traces:
 
 def _shared_memory(pid: int) -> Iterator[Path]:
     """Yield the files of /dev/shm that a process has mapped or opened, and that have a name."""
-    paths = {line.split(maxsplit=5)[-1].strip() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
+    paths = set(re.findall(r"/dev/shm/.*", Path(f"/proc/{pid}/maps").read_text()))
     for entry in os.scandir(f"/proc/{pid}/fd"):
         with suppress(OSError):
             paths.add(os.readlink(entry.path))
