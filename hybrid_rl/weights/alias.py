@@ -17,6 +17,8 @@ class AliasBuffer:
     def __init__(self, weights: Mapping[str, nn.Parameter], world: World) -> None:
         """Move the weights of a Hugging Face model into the buffer.
 
+        Weights on a GPU pass through the host, so that the GPU never holds them twice.
+
         Args:
             weights: name in the model's checkpoint -> parameter, all of one dtype; tied parameters occur once.
             world: all ranks, for which DeepSpeed aligns its parameter groups.
@@ -24,6 +26,10 @@ class AliasBuffer:
         self._parameters = dict(weights)
         shapes = [(name, tuple(p.shape), p.dtype) for name, p in self._parameters.items()]
         self.slots = alias_slots(shapes, num_ranks=world.size)
+        if world.device.type == "cuda":
+            for parameter in self._parameters.values():
+                parameter.data = parameter.data.cpu()
+            torch.cuda.empty_cache()
         self._bucket = IpcBucket(alias_bytes(self.slots, num_ranks=world.size), world.device)
         self._bucket.tensor.zero_()  # DeepSpeed's alignment padding takes part in optimizer steps
         for slot in self.slots:
@@ -32,7 +38,6 @@ class AliasBuffer:
             self._parameters[slot.name].data = view
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
-            torch.cuda.empty_cache()
 
     @property
     def num_bytes(self) -> int:

@@ -1,4 +1,5 @@
-"""Adapters in bfloat16 on a GPU: packed attention, offloading, ZeRO 2 and 3, and the reference inside the actor."""
+"""Adapters in bfloat16 on a GPU: training under ZeRO 2 and 3, the reference inside the actor, and vLLM beside a base
+that it aliases, with CUDA graphs and sleep."""
 
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,18 @@ import pytest
 import torch
 
 from hybrid_rl.batch import make_train_batch, pack
-from hybrid_rl.config import LoraConfig, ModelsConfig, OptimizerConfig
+from hybrid_rl.config import LoraConfig, ModelsConfig, OptimizerConfig, SyncConfig
 from hybrid_rl.distributed import join_world
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
 from hybrid_rl.models.loading import load_actor
+from hybrid_rl.models.lora import adapter_settings, base_parameters
 from hybrid_rl.models.packed import packed_inputs
+from hybrid_rl.monitoring.timeline import Timeline
+from hybrid_rl.weights.adapter_sync import AdapterSync
+from hybrid_rl.weights.alias import AliasBuffer
+from hybrid_rl.weights.checksum import checksums
 from tests.conftest import make_rollout
+from tests.gpu.test_alias import MIB, generate, packed_of, start, used
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -53,3 +60,61 @@ def test_adapters_are_trained_while_optimizer_states_are_offloaded_in_between(sm
         assert not torch.equal(tensors[name], before)
     numel = sum(tensor.numel() for tensor in trainer.adapter().values())
     assert trainer.optimizer_bytes() == 12 * numel < 2e8
+
+
+def test_vllm_serves_the_adapters_beside_the_base_that_it_aliases(small: Path) -> None:
+    """Log-probs agree after steps; sleeps drop the adapters, and a sync brings them back; the base stays as it is."""
+    world = join_world()
+    lora = LoraConfig(rank=12, alpha=24.0)  # vLLM pads the rank to 16
+    actor = load_actor(str(small / "policy"), ModelsConfig(), world.device, lora=lora)
+    buffer = AliasBuffer(base_parameters(actor.model), world)
+    before = checksums(buffer.ordered()).tolist()
+    targets = adapter_settings(actor.model)["target_modules"]
+    engine = start(
+        small / "policy",
+        world,
+        aliased=buffer.export(),
+        adapters=LoraConfig(rank=12, alpha=24.0, target_modules=targets),
+    )
+    trainer = DeepSpeedEngine(
+        actor, OptimizerConfig(lr=3e-3), zero_stage=2, total_steps=9, world=world, alias_buffer=buffer
+    )
+    sync = AdapterSync(
+        trainer.base,
+        trainer.adapters,
+        engine,
+        SyncConfig(),
+        world.device,
+        Timeline(),
+        alias_buffer=buffer,
+        keeps_base=False,
+    )
+    responses, gaps, reports = [], [], []
+    for _ in range(3):
+        reports.append(sync.sync())
+        responses.append(generate(engine))
+        inputs, theirs = packed_of(responses[-1], world.device)
+        logprobs, _ = trainer.forward(**inputs)
+        gaps.append(float((logprobs.detach() - theirs).abs().mean()))
+        trainer.backward(-logprobs.mean(), is_last=True)
+        trainer.step()
+    sync.sync()
+    last, awake = generate(engine), used()
+    cycled, asleep = [], []
+    for _ in range(3):
+        for tag in ("kv_cache", "weights"):
+            engine.unmap(tag)
+        asleep.append(used())
+        engine.map("weights")
+        sync.sync()
+        engine.map("kv_cache")
+        cycled.append(generate(engine))
+    engine.close()
+    print("gaps", gaps, "bytes", [report.num_bytes for report in reports], "awake", awake, "asleep", asleep)
+    assert max(gaps) < 0.02
+    assert responses[0] != responses[1] != responses[2] != last
+    assert all(found == last for found in cycled)
+    assert max(asleep) < awake - 900 * MIB
+    adapter_bytes = sum(2 * matrix.numel() for matrix in trainer.adapter().values())
+    assert [report.num_bytes for report in reports] == [adapter_bytes] * 3
+    assert checksums(buffer.ordered()).tolist() == before

@@ -123,7 +123,7 @@ class AdapterSlot:
         """
         for name, pairs in self._pairs.items():
             found, size = sum(source.numel() for _, source in pairs), torch.Size(self._slots[name].shape).numel()
-            is_part = any(module.tp_size > 1 for module in self._manager.modules.values())
+            is_part = any(getattr(module, "tp_size", 1) > 1 for module in self._manager.modules.values())
             if found == 0 or (found < size and not is_part):
                 raise RuntimeError(
                     f"{name}: vLLM's adapter holds {found} of its {size} elements as they are; "
