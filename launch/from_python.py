@@ -1,5 +1,6 @@
-"""Training from a Python program: settings, reward functions and rows as objects. hybrid_rl.train is its entry."""
+"""Training from a Python program: settings, functions, environments and rows as objects, see hybrid_rl.train."""
 
+import inspect
 import json
 import logging
 import os
@@ -30,6 +31,8 @@ def train(
     config: Config | Mapping[str, Any] | str | os.PathLike[str],
     *,
     reward_functions: Sequence[Callable[..., object]] = (),
+    environment: Callable[..., object] | None = None,
+    tools: Sequence[Callable[..., object]] = (),
     dataset: Any = None,
     eval_dataset: Any = None,
 ) -> dict[str, float]:
@@ -41,10 +44,15 @@ def train(
     """
     if callable(reward_functions):
         reward_functions = [reward_functions]
-    with giving(reward_functions) as names:
+    environments = [] if environment is None else [environment]
+    objects = {"reward_functions": reward_functions, "environment": environments, "tools": tools}
+    with giving(objects) as names:
         settings = read_config(config)
-        reward = replace(settings.reward, functions=[*settings.reward.functions, *names])
-        settings = with_rows(replace(settings, reward=reward), dataset, setting="prompts.path", name="dataset")
+        reward = replace(settings.reward, functions=[*settings.reward.functions, *names["reward_functions"]])
+        settings = with_tools(replace(settings, reward=reward), names["tools"])
+        if environment is not None:
+            settings = with_environment(settings, names["environment"][0], is_agent=not inspect.isclass(environment))
+        settings = with_rows(settings, dataset, setting="prompts.path", name="dataset")
         settings = with_rows(settings, eval_dataset, setting="prompts.eval_path", name="eval_dataset")
         return run(settings)
 
@@ -59,6 +67,29 @@ def read_config(config: Config | Mapping[str, Any] | str | os.PathLike[str]) -> 
         return config
     given = dump(dict(config), default_flow_style=True) if isinstance(config, Mapping) else os.fspath(config)
     return with_settings(Config(), read_command_line([f"--config={given}"], options={}, flags=()).settings)
+
+
+def with_tools(config: Config, names: Sequence[str]) -> Config:
+    """Return the settings with further tools."""
+    tools = [*config.environment.tools, *names]
+    return replace(config, environment=replace(config.environment, tools=tools))
+
+
+def with_environment(config: Config, name: str, *, is_agent: bool) -> Config:
+    """Return the settings with an environment.
+
+    Args:
+        name: of the class, or of the function of an agent.
+        is_agent: whether it is a function.
+    Raises:
+        ConfigError: the settings name an environment of their own.
+    """
+    section = config.environment
+    check(section.name is None, "environment.name and environment both give an environment: remove one of them")
+    if not is_agent:
+        return replace(config, environment=replace(section, name=name))
+    arguments = {**section.arguments, "agent": name}
+    return replace(config, environment=replace(section, name="chat_agent", arguments=arguments))
 
 
 def with_rows(config: Config, rows: Any, *, setting: str, name: str) -> Config:

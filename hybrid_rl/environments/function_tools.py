@@ -82,7 +82,7 @@ def load_function(tool: str | Callable[..., Any]) -> FunctionTool:
     """Return the tool of a function.
 
     Args:
-        tool: `path.py:function`, or the function itself.
+        tool: `path.py:function`, the name of a function that hybrid_rl.train was given, or the function itself.
     Raises:
         ConfigError: the function cannot be imported, or no schema can be made from its signature and docstring.
     """

@@ -12,6 +12,7 @@ from typing import Any
 from hybrid_rl.config import ConfigError, check
 from hybrid_rl.environments.builtin import BUILT_IN, BuiltIn
 from hybrid_rl.environments.protocol import Environment
+from hybrid_rl.rewards.given import GIVEN, check_given, restore
 from hybrid_rl.rewards.loading import describe
 from hybrid_rl.rewards.reward_files import RewardFiles, RewardFolder
 
@@ -30,9 +31,9 @@ class EnvironmentClass:
     is_async: bool
     """Whether all calls are asynchronous, so that many environments of a process can run at the same time."""
     path: Path | None
-    """The user's file with the class, for messages; None for a class of this package."""
+    """The user's file with the class, for messages; None for a class without one."""
     folder: RewardFolder | None
-    """The file's folder, which must be active while the user's code runs; None for a class of this package."""
+    """The file's folder, which must be active while the user's code runs; None for a class without a file."""
 
     def __call__(self) -> Environment:
         """Return a new environment."""
@@ -48,6 +49,7 @@ def split_name(name: str, *, field: str = FIELD) -> tuple[Path, str]:
     Raises:
         ConfigError: the name has another form, or there is no such file.
     """
+    check_given(name, field=field)
     path, _, object_name = name.rpartition(":")
     known = f", or one of {', '.join(BUILT_IN)}" if field == FIELD else ""
     check(path.endswith(".py") and object_name.isidentifier(), f"{field} = {name}: must be path.py:name{known}")
@@ -64,19 +66,25 @@ def check_name(name: str) -> None:
     """
     if name in BUILT_IN:
         _check_package(name, BUILT_IN[name])
-    else:
+    elif name not in GIVEN:
         split_name(name)
 
 
-def load_object(name: str, *, field: str) -> tuple[Any, Path, RewardFolder]:
+def load_object(name: str, *, field: str) -> tuple[Any, Path | None, RewardFolder | None]:
     """Import a file and return one of its objects, the file, and its folder, which is then active.
 
     Args:
-        name: `path.py:name`.
+        name: `path.py:name`, or the name of an object that hybrid_rl.train was given, which has no file and no folder.
         field: setting that holds the name.
     Raises:
         ConfigError: the import fails, or the file has no callable object of this name.
     """
+    if name in GIVEN:
+        try:
+            return restore(GIVEN[name].content), None, None
+        except Exception as error:
+            reason = describe(error, None)
+            raise ConfigError(f"{field} = {name}: it cannot be rebuilt in a worker process: {reason}") from error
     path, object_name = split_name(name, field=field)
     folder = _FILES.folder_of(path)
     try:

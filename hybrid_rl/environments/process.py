@@ -19,6 +19,7 @@ from hybrid_rl.environments.loading import FIELD
 from hybrid_rl.environments.protocol import Reset, Step
 from hybrid_rl.errors import RunError
 from hybrid_rl.rewards.environment import scorer_environment
+from hybrid_rl.rewards.given import GIVEN
 from hybrid_rl.rewards.messages import MessageStream
 from hybrid_rl.rewards.supervised import START_TIMEOUT_S, WATCH_S, SupervisedProcess
 from hybrid_rl.serialization import encode
@@ -104,7 +105,8 @@ class EnvironmentProcess:
         self._has_warned = False
         self._end_reason = ""  # why the process was killed
         content = {"name": settings.name, "arguments": dict(settings.arguments), "timeout_s": settings.timeout_s}
-        self._post(encode(content))
+        given = {name: found.content for name, found in GIVEN.items() if found.argument != "reward_functions"}
+        self._post(encode(content | {"given": given}))
 
     @property
     def process_id(self) -> int:

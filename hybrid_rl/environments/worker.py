@@ -27,6 +27,7 @@ from typing import Any
 from hybrid_rl.config import ConfigError
 from hybrid_rl.environments.loading import EnvironmentClass, load_environment
 from hybrid_rl.environments.protocol import ConversationError, Environment, check_reset, check_step
+from hybrid_rl.rewards.given import receive_objects
 from hybrid_rl.rewards.loading import describe
 from hybrid_rl.rewards.messages import receive_message, send_message
 from hybrid_rl.rewards.supervised import END_TIMEOUT_S
@@ -187,6 +188,7 @@ def serve(connection: socket.socket) -> None:
 
     send({"process_id": os.getpid()})
     settings = decode(receive_message(connection))
+    receive_objects(settings["given"])
     try:
         made = load_environment(settings["name"], settings["arguments"])
     except ConfigError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from hybrid_rl.config import ConfigError, check
-from hybrid_rl.rewards.given import GIVEN, PREFIX, restore
+from hybrid_rl.rewards.given import GIVEN, PREFIX, check_given, restore
 from hybrid_rl.rewards.reward_files import RewardFiles, RewardFolder, package_root
 from hybrid_rl.rewards.rules import FUNCTIONS, PREPARATIONS
 from hybrid_rl.rewards.signatures import (
@@ -73,11 +73,7 @@ def split_name(name: str, *, field: str) -> tuple[Path, str] | None:
     """
     if name in FUNCTIONS or name in GIVEN:
         return None
-    check(
-        not name.startswith(PREFIX),
-        f"{field}: '{name}' is a function that hybrid_rl.train was given: start the run with that program, or put the "
-        "function into a file",
-    )
+    check_given(name, field=field)
     path, _, function = name.rpartition(":")
     check(
         path.endswith(".py") and function.isidentifier(),
@@ -152,7 +148,7 @@ def load_given(name: str, content: bytes) -> RuleFunction:
     try:
         scorer = restore(content)
     except Exception as error:
-        raise ConfigError(f"it cannot be rebuilt in a scorer process: {describe(error, None)}") from error
+        raise ConfigError(f"it cannot be rebuilt in a worker process: {describe(error, None)}") from error
     return RuleFunction(scorer=scorer, form=recognise(scorer, name.removeprefix(PREFIX)), is_async=is_async(scorer))
 
 

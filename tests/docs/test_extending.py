@@ -77,8 +77,8 @@ def test_the_function_of_the_program_is_taken_as_an_object():
     rollout = make_rollout(text="rain falls")
     rollout = replace(rollout, prompt=replace(rollout.prompt, metadata={"topic": "rain"}))
     with (
-        giving([namespace["says_topic"]]) as names,
-        ScorerPool(names, timeout_s=60, num_workers=1, on_error="raise") as pool,
+        giving({"reward_functions": [namespace["says_topic"]]}) as names,
+        ScorerPool(names["reward_functions"], timeout_s=60, num_workers=1, on_error="raise") as pool,
     ):
         assert pool.score([rollout]).per_function == {"given:says_topic": [1.0]}
 

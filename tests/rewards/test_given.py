@@ -13,7 +13,10 @@ from tests.conftest import make_rollout
 
 def score(functions):
     """Return name -> score of a response by functions that are given as objects."""
-    with giving(functions) as names, ScorerPool(names, timeout_s=60, num_workers=1, on_error="raise") as pool:
+    with (
+        giving({"reward_functions": functions}) as names,
+        ScorerPool(names["reward_functions"], timeout_s=60, num_workers=1, on_error="raise") as pool,
+    ):
         return {
             name: scores[0] for name, scores in pool.score([make_rollout(text="7", answer="7")]).per_function.items()
         }
@@ -53,7 +56,7 @@ def test_a_function_that_holds_what_no_other_process_can_have_is_refused():
         with lock:
             return 1
 
-    with pytest.raises(ConfigError, match=r"reward_functions: locked cannot be sent to a scorer process \(.*lock"):
+    with pytest.raises(ConfigError, match=r"reward_functions: locked cannot be sent to a worker process \(.*lock"):
         score([locked])
 
 
@@ -64,7 +67,7 @@ def test_every_function_that_cannot_be_used_is_reported():
     with pytest.raises(ConfigError) as caught:
         score([f, f, 3])
     assert str(caught.value).splitlines() == [
-        "reward_functions: 3 is not a function; a reward model belongs into models.reward",
+        "reward_functions: 3 is not a function or class; a reward model belongs into models.reward",
         "reward_functions: two are called f; give each a __name__ of its own",
     ]
     with pytest.raises(ConfigError, match=r"'given:<lambda>': its signature is <lambda>\(a, b, c\), which is none of"):
@@ -73,7 +76,7 @@ def test_every_function_that_cannot_be_used_is_reported():
 
 def test_a_name_of_another_program_is_explained():
     with pytest.raises(
-        ConfigError, match=r"'given:f' is a function that hybrid_rl\.train was given: start the run with th"
+        ConfigError, match=r"'given:f' is a function or class that hybrid_rl\.train was given: start the run with th"
     ):
         ScorerPool(["given:f"], timeout_s=60, num_workers=1, on_error="raise")
 
@@ -86,6 +89,6 @@ def test_a_changed_function_has_another_hash():
 
     hashes = []
     for text in ("1", "1", "2"):
-        with giving([make(text)]) as names:
-            hashes.append(reward_file_hashes(names)["given:f"])
+        with giving({"reward_functions": [make(text)]}) as names:
+            hashes.append(reward_file_hashes(names["reward_functions"])["given:f"])
     assert hashes[0] == hashes[1] != hashes[2]

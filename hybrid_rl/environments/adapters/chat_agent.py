@@ -38,7 +38,7 @@ class Agent:
 
     function: Callable[..., Any]
     path: Path | None
-    """Its file; None for code of a package."""
+    """Its file; None for a function without one."""
     given: frozenset[str]
     """Its parameters among GIVEN."""
     is_async: bool
