@@ -37,6 +37,7 @@ MACHINES = {
     "grpo_7b_2gpu": ("h100", 2),
     "grpo_7b_8gpu": ("h100", 8),
     "lora_3b_24gb": ("rtx4090", 1),
+    "lora_7b_24gb": ("rtx4090", 1),
 }
 """Recipe -> card and number of cards."""
 BLOCK = re.compile(r"(<!-- (settings|plan): ([\w.]+) -->\n+```\w*\n).*?(```\n)", re.DOTALL)

@@ -45,9 +45,9 @@ class _Start:
         self._pinned = sum(allocation.host_bytes for allocation in allocations)
 
     def actor_in_buffer(self) -> Moment:
-        """Return the moment at which the actor lies on the GPU twice: as it was loaded, and in the shared buffer."""
+        """Return the moment at which the actor moves through host memory into the buffer that the engine shares."""
         actor = self._whole(self._work.shapes.actor)
-        return self._moment("actor, copied into the shared buffer", 2 * actor, host_bytes=actor)
+        return self._moment("actor, moved into the shared buffer", actor, host_bytes=actor)
 
     def engine(self) -> Moment:
         """Return the start of the rollout engine, which tries a full batch and takes its KV cache."""
@@ -69,7 +69,7 @@ class _Start:
         else:
             whole = self._whole(shape)
             loaded = whole + part.parameter_bytes * (part.parameter_bytes < whole)
-            host = whole
+            host = 0 if name == "actor" and work.aliases_weights else whole  # an aliased actor is loaded already
         moment = self._moment(name, trained_bytes(loaded, part), host_bytes=host)
         self._built |= {f"{name}_parameters", f"{name}_optimizer"}
         return moment

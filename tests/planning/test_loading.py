@@ -45,12 +45,13 @@ def test_models_load_one_after_the_other_and_leave_the_gpu_where_tenants_move(ma
     assert critic.gpu_bytes == contexts + bucket + (2 + 12 + 4) * (SEVEN_B - head)
 
 
-def test_an_aliased_actor_is_on_the_gpu_twice_before_the_engine_starts(make_config):
+def test_an_aliased_actor_passes_through_host_memory_before_the_engine_starts(make_config):
     found = plan(make_config("7b", sync={"mode": "auto"}, memory={"swap": "vmm"}), machine())
     buffer, engine, actor = found.loading
-    assert (buffer.name, buffer.gpu_bytes) == (
-        "actor, copied into the shared buffer",
-        TRAINER_CONTEXT_BYTES + 4 * SEVEN_B,
+    assert buffer.name == "actor, moved into the shared buffer"
+    assert (buffer.gpu_bytes, buffer.host_bytes - found.host_bytes) == (
+        TRAINER_CONTEXT_BYTES + 2 * SEVEN_B,
+        2 * SEVEN_B,
     )
     contexts = TRAINER_CONTEXT_BYTES + ENGINE_7B
     assert engine.gpu_bytes == contexts + 2 * SEVEN_B + found.kv_bytes + size(found, "engine activations")
