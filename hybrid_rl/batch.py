@@ -94,6 +94,9 @@ class Rollout:
     turns: list[Turn] = field(default_factory=list)
     """Turns of a conversation, which divide `response_ids` from its start to its end; without turns, all tokens are
     one sampled turn."""
+    routed_experts: Tensor | None = field(default=None, compare=False)
+    """The experts with which the engine computed each token of the sequence but the last, [tokens - 1, layers, K] int16;
+    None if it did not return them."""
     counts: dict[str, float] = field(default_factory=dict)
     """Values of a conversation for metrics, such as the number of its tool calls."""
 
@@ -156,6 +159,8 @@ class TrainBatch:
     """[B] bool."""
     rollout_logprobs: Tensor
     """[B, T] float32."""
+    routed_experts: list[Tensor] | None = None
+    """B tensors [prompt + response - 1, layers, K] int16; see Rollout.routed_experts. None replays no experts."""
     turn_ids: Tensor | None = None
     """[B, T] int64; number of the sampled token's turn among the sampled turns of its response, from 0. None if no
     response has more than one turn."""
@@ -202,7 +207,9 @@ class TrainBatch:
         """Return some rows; T stays the same."""
         found = {f.name: getattr(self, f.name) for f in fields(self)}
         picked = {name: value[rows] for name, value in found.items() if isinstance(value, Tensor)}
-        return self.with_fields(sequences=[self.sequences[row] for row in rows], **picked)
+        lists = (self.sequences, self.routed_experts)
+        sequences, experts = ([held[row] for row in rows] if held is not None else None for held in lists)
+        return self.with_fields(sequences=sequences, routed_experts=experts, **picked)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +236,8 @@ class Packed:
     """[R] int64; row of each sampled token in the batch."""
     token_columns: Tensor
     """[R] int64; column of each sampled token, in T."""
+    routed_experts: Tensor | None = None
+    """[N, layers, K] int16; see Rollout.routed_experts. The last token of each sequence has -1."""
 
     def gather(self, padded: Tensor) -> Tensor:
         """Return the entries of a [B, T] tensor at the sampled tokens, [R]."""
@@ -259,8 +268,24 @@ def make_train_batch(rollouts: Sequence[Rollout]) -> TrainBatch:
         sequence_ids=torch.tensor([r.sequence_id for r in rollouts], dtype=torch.int64),
         is_truncated=torch.tensor([r.is_truncated for r in rollouts], dtype=torch.bool),
         rollout_logprobs=logprobs,
+        routed_experts=_routed_experts(rollouts),
         turn_ids=turn_ids,
     )
+
+
+def _routed_experts(rollouts: Sequence[Rollout]) -> list[Tensor] | None:
+    """Return the experts of all rollouts, [tokens - 1, layers, K] each; None if the engine returned none.
+
+    Raises:
+        ValueError: the engine returned them for some rollouts, or for another number of tokens.
+    """
+    found = [r.routed_experts for r in rollouts if r.routed_experts is not None]
+    if not found:
+        return None
+    expected = [len(r.prompt.token_ids) + len(r.response_ids) - 1 for r in rollouts]
+    if [len(experts) for experts in found] != expected:
+        raise ValueError(f"the engine returned experts for {[len(e) for e in found]} tokens, expected {expected}")
+    return found
 
 
 def _mark_turns(rollouts: Sequence[Rollout], mask: Tensor) -> Tensor:
@@ -294,9 +319,11 @@ def join(batches: Sequence[TrainBatch]) -> TrainBatch:
             values = [like.new_zeros(shape) if v is None else v for v, shape in zip(values, shapes, strict=True)]
         return torch.cat([F.pad(v, (0, width - v.shape[1])) if v.ndim == 2 else v for v in values])
 
-    names = [f.name for f in fields(TrainBatch) if f.name != "sequences"]
+    names = [f.name for f in fields(TrainBatch) if f.name not in ("sequences", "routed_experts")]
     joined = {name: concat(name) for name in names}
-    return filled[0].with_fields(sequences=[s for batch in filled for s in batch.sequences], **joined)
+    experts = [held for batch in filled for held in batch.routed_experts or ()]
+    sequences = [s for batch in filled for s in batch.sequences]
+    return filled[0].with_fields(sequences=sequences, routed_experts=experts or None, **joined)
 
 
 def pack(batch: TrainBatch, rows: Sequence[int], device: torch.device) -> Packed:
@@ -311,6 +338,8 @@ def pack(batch: TrainBatch, rows: Sequence[int], device: torch.device) -> Packed
     first = ends - lengths + prompt_lengths - 1  # position that predicts the first response token
     place, columns = batch.response_mask[list(rows)].nonzero().unbind(1)  # [R] each, place in rows and column in T
     index, tokens = first[place] + columns, torch.cat(sequences)
+    chosen = [] if batch.routed_experts is None else [batch.routed_experts[row] for row in rows]
+    experts = [F.pad(each, (0, 0, 0, 0, 0, 1), value=-1) for each in chosen]
     return Packed(
         input_ids=to_device(tokens[None], device),
         position_ids=to_device(torch.cat([torch.arange(n) for n in lengths.tolist()])[None], device),
@@ -322,6 +351,7 @@ def pack(batch: TrainBatch, rows: Sequence[int], device: torch.device) -> Packed
         targets=to_device(tokens[index + 1], device),
         token_rows=torch.tensor(list(rows), dtype=torch.int64)[place],
         token_columns=columns,
+        routed_experts=to_device(torch.cat(experts), device) if experts else None,
     )
 
 

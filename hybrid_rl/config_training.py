@@ -121,6 +121,9 @@ class UpdateConfig:
     """Exclude truncated responses from the losses; they still count in group baselines."""
     value_clip: float | None = 0.5
     """Maximum distance of a value from the rollout's; null does not clip."""
+    router_aux_loss_coef: float = 0.0
+    """Factor of the load-balancing loss of a mixture of experts, which is 1 where all experts get as many tokens; 0 is
+    off."""
     entropy_coef: float = 0.0
     """Factor of the entropy bonus; 0 is off."""
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_constant"] = "token_mean"

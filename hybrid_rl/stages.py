@@ -220,7 +220,8 @@ def compute_logprobs(run: Run, batch: TrainBatch, rollouts: Sequence[Rollout]) -
     if run.reference:
         pack = replace(pack, do_others_wait=pack.do_others_wait or run.shards_frozen)
         with run.throughput.work("score") as work:
-            ref_logprobs = logprobs.token_logprobs(run.reference, batch, pack, temperature=temperature)
+            free = batch.with_fields(routed_experts=None)  # the reference chooses its own experts
+            ref_logprobs = logprobs.token_logprobs(run.reference, free, pack, temperature=temperature)
             count(run, work, batch, "reference", run.flops.forward)
         batch = batch.with_fields(ref_logprobs=ref_logprobs)
     return batch, {"rollout/logprob_gap": gap}

@@ -174,6 +174,23 @@ def _check_rollout(config: Config) -> None:
         size == 1 or engine == "vllm",
         f"rollout.tensor_parallel_size = {size}: needs rollout.engine = vllm, not {engine}",
     )
+    slices, environment = config.update.sequence_parallel_size, config.environment.name
+    if config.rollout.routing_replay:
+        check(engine == "vllm", f"rollout.routing_replay = true: needs rollout.engine = vllm, not {engine}")
+        check(
+            environment is None,
+            "rollout.routing_replay = true: the experts of single responses alone are replayed, and environment.name = "
+            f"{environment} has several turns; set one of them otherwise",
+        )
+    for field, value in {
+        "rollout.routing_replay": config.rollout.routing_replay,
+        "update.router_aux_loss_coef": config.update.router_aux_loss_coef,
+    }.items():
+        check(
+            not value or slices == 1,
+            f"{field} = {str(value).lower()}: needs update.sequence_parallel_size = 1, not {slices}, with which no rank "
+            "routes whole sequences",
+        )
     bounds, group_size = config.rollout.dynamic_filtering_reward_range, config.rollout.group_size
     if bounds is not None:
         field = "rollout.dynamic_filtering_reward_range"

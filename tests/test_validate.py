@@ -215,6 +215,14 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "rollout.tensor_parallel_size = 2: needs rollout.engine = vllm, not hf",
     ),
     (
+        {"rollout.routing_replay": True, "rollout.engine": "hf"},
+        "rollout.routing_replay = true: needs rollout.engine = vllm, not hf",
+    ),
+    (
+        {"update.router_aux_loss_coef": 0.5, "update.sequence_parallel_size": 2},
+        "update.router_aux_loss_coef = 0.5: needs update.sequence_parallel_size = 1, not 2",
+    ),
+    (
         {"update.tensor_parallel_size": 2, "update.zero_stage": 3},
         "update.tensor_parallel_size = 2: needs update.zero_stage 0 to 2, not 3",
     ),

@@ -205,6 +205,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "rollout.seed_per_request",
             "rollout.dynamic_filtering_reward_range",
         ),
+        **_warns("the trainer computes with other experts", "rollout.routing_replay"),
         **_warns("the engine may compute and sample otherwise", "rollout.vllm"),
         **_warns(
             "responses are filtered otherwise",
@@ -289,6 +290,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             "update.mask_truncated",
             "update.value_clip",
             "update.entropy_coef",
+            "update.router_aux_loss_coef",
             "update.aggregation",
         ),
         **_warns("with kl_target the checkpoint's adapted coefficient goes on instead", "advantage.kl_coef"),

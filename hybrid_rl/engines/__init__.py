@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,6 +55,8 @@ class Generation:
     """Log-prob of each token under the distribution that it was sampled from; empty for greedy decoding."""
     is_truncated: bool
     """Whether the response ended at max_tokens, without a stop token or stop string."""
+    routed_experts: Tensor | None = field(default=None, compare=False)
+    """See Rollout; None unless the engine was started with rollout.routing_replay."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rl.config import Config, Findings, check
 from hybrid_rl.models.choices import choose_model
@@ -12,6 +12,7 @@ from hybrid_rl.models.exporting import check_export
 from hybrid_rl.models.folders import load_config
 from hybrid_rl.models.lengths import max_tokens
 from hybrid_rl.models.lora import add_adapters
+from hybrid_rl.models.routing import find_routers
 from hybrid_rl.models.sequence_parallel import check_heads, check_slices
 from hybrid_rl.models.tensor_parallel import check_shard_plan
 from hybrid_rl.models.tokenizer import load_other_tokenizer, load_tokenizer
@@ -145,9 +146,25 @@ def _check_class(config: Config, field: str, model_config: PretrainedConfig, dev
         check_heads(model_config, num_slices, where=field)
         where = f"update.sequence_parallel_size = {num_slices}: {field}: {type(choice.model).__name__}"
         check_slices(model_config, choice.attention, is_padded=choice.is_padded, where=where)
+    if field == "models.actor":
+        _check_routing(config, choice.model)
     if field not in ("models.actor", "models.critic"):
         return
     if num_shards > 1:
         check_shard_plan(choice.model, num_shards)
     if config.models.lora.rank:
         add_adapters(choice.model, config.models.lora, heads=[choice.head])
+
+
+def _check_routing(config: Config, model: PreTrainedModel) -> None:
+    """Check that an actor whose experts are to be replayed or balanced is a mixture of experts."""
+    is_mixture, name = bool(find_routers(model)), type(model).__name__
+    for field, value, off in (
+        ("rollout.routing_replay", config.rollout.routing_replay, "false"),
+        ("update.router_aux_loss_coef", config.update.router_aux_loss_coef, "0"),
+    ):
+        check(
+            not value or is_mixture,
+            f"{field} = {str(value).lower()}: models.actor = {config.models.actor}: {name} has no routers of experts that "
+            f"are known here; set {off}",
+        )

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hybrid_rl.config import ConfigError, LoraConfig, check
-from hybrid_rl.models.routing import corrections
+from hybrid_rl.models.routing import corrections, find_routers
 
 _ADAPTER = "default"  # peft's name for the only adapter of a model
 
@@ -45,10 +45,11 @@ def check_targets(model: PreTrainedModel, config: LoraConfig, *, heads: Sequence
     names = linear_names(model, heads)
     targets = names if config.target_modules is None else config.target_modules
     unknown = sorted(set(targets) - set(names))
+    experts = " (experts get no adapters: each projection of all experts is one tensor)" if find_routers(model) else ""
     check(
         not unknown,
-        f"models.lora.target_modules names {', '.join(unknown)}: {type(model).__name__} has no such linear layer; "
-        f"it has {', '.join(names)}",
+        f"models.lora.target_modules names {', '.join(unknown)}: {type(model).__name__} has no such linear layer"
+        f"{experts}; it has {', '.join(names)}",
     )
     return list(targets)
 

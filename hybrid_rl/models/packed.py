@@ -11,6 +11,7 @@ from hybrid_rl.batch import Packed
 from hybrid_rl.distributed import World
 from hybrid_rl.models.attention import VARLEN_IMPLEMENTATIONS, packing_arguments
 from hybrid_rl.models.heads import LossOfLogprobs
+from hybrid_rl.models.routing import Routing
 from hybrid_rl.models.sequence_parallel import TokenSlice, pad_to_ranks
 
 
@@ -80,6 +81,12 @@ def _token_mask(cu_seqlens: Tensor, max_length: int) -> Tensor:
 class Actor(PackedModel):
     """A causal language model whose forward returns log-probs and entropies of response tokens."""
 
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self._routing = Routing(model)
+        self.balance: Tensor | None = None
+        """Load-balancing loss of the last forward that measured it, a scalar with gradient."""
+
     def forward(
         self,
         input_ids: Tensor,
@@ -90,6 +97,8 @@ class Actor(PackedModel):
         targets: Tensor,
         temperature: float,
         loss_of_logprobs: LossOfLogprobs | None = None,
+        routed_experts: Tensor | None = None,
+        measures_balance: bool = False,
     ) -> tuple[Tensor, ...]:
         """Return log-probs and entropies of the targets, or a loss of them.
 
@@ -99,10 +108,15 @@ class Actor(PackedModel):
             targets: [R] int64.
             temperature: divides the logits.
             loss_of_logprobs: loss of the targets; its sum is then returned first, and alone has gradients.
+            routed_experts: see Packed; None lets the routers choose.
+            measures_balance: whether to compute `balance`, over all N tokens.
         Returns:
             (log-probs, entropies), both [R] float32, or (sum of the losses, log-probs, entropies).
         """
+        if self._routing.has_routers:
+            self._begin_routing(input_ids, cu_seqlens, max_length, routed_experts, measures_balance)
         hidden = self.hidden(input_ids, position_ids, cu_seqlens, max_length)
+        self.balance = self._routing.end()
         head = self.model.get_output_embeddings()
         if self.sequence_parallel_group is None:
             return head(hidden[index], targets, temperature, loss_of_logprobs)
@@ -110,6 +124,24 @@ class Actor(PackedModel):
         local_loss = tokens.localize(loss_of_logprobs)
         *losses, logprobs, entropy = head(hidden[tokens.index], targets[tokens.read], temperature, local_loss)
         return (*map(tokens.total, losses), *tokens.join(logprobs, entropy))
+
+    def _begin_routing(
+        self,
+        input_ids: Tensor,
+        cu_seqlens: Tensor,
+        max_length: int,
+        routed_experts: Tensor | None,
+        measures_balance: bool,
+    ) -> None:
+        """Prepare the routers for a forward, in which padded sequences have rows of padding."""
+        is_token = torch.ones_like(input_ids[0], dtype=torch.bool)
+        if self.is_padded:
+            is_token = _token_mask(cu_seqlens, max_length).flatten()
+        if routed_experts is not None and self.is_padded:
+            rows = routed_experts.new_full((len(is_token), *routed_experts.shape[1:]), -1)
+            rows[is_token] = routed_experts
+            routed_experts = rows
+        self._routing.begin(routed_experts, is_token.float() if measures_balance else None)
 
 
 class ValueModel(PackedModel):
@@ -134,6 +166,12 @@ class ValueModel(PackedModel):
             return self.head(hidden[index])
         tokens = TokenSlice(self.sequence_parallel_group, input_ids.shape[1], index)
         return tokens.join(self.head(hidden[tokens.index]))[0]
+
+
+def actor_inputs(packed: Packed) -> dict[str, Any]:
+    """Return the keyword arguments of an Actor that a packed batch gives."""
+    inputs = packed_inputs(packed) | {"index": packed.response_index, "targets": packed.targets}
+    return inputs if packed.routed_experts is None else inputs | {"routed_experts": packed.routed_experts}
 
 
 def packed_inputs(packed: Packed) -> dict[str, Any]:

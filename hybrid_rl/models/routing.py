@@ -97,6 +97,11 @@ class Routing:
                 kind = type(router)
                 router.__class__ = type(f"Replaying{kind.__name__}", (ReplayingRouter, kind), {})
 
+    @property
+    def has_routers(self) -> bool:
+        """Whether the model is a mixture of experts that is known here."""
+        return bool(self._routers)
+
     def begin(self, replayed: Tensor | None, counted: Tensor | None) -> None:
         """Set what the next forward, and a recomputation of it in the backward pass, replays and measures.
 
@@ -109,10 +114,11 @@ class Routing:
             router.counted, router.balance = counted, None
 
     def end(self) -> Tensor | None:
-        """Return the mean load-balancing loss of the layers, after a forward; None if nothing was measured."""
+        """Return the mean load-balancing loss of the layers, after a forward; None if nothing was measured.
+
+        The routers keep what `begin` has set, because a recomputation must do the same as the forward.
+        """
         found = [router.balance for router in self._routers.values() if router.balance is not None]
-        for router in self._routers.values():
-            router.counted, router.balance = None, None
         return torch.stack(found).mean() if found else None
 
 

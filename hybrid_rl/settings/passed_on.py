@@ -29,6 +29,7 @@ VLLM: Mapping[str, str] = MappingProxyType(
         "enable_sleep_mode": "set memory.swap",
         "enable_cumem_allocator": "set memory.swap",
         "cpu_offload_gb": "set memory.swap",
+        "enable_return_routed_experts": "set rollout.routing_replay",
         "enable_lora": "set models.lora, and models.lora.sync = adapters for adapters beside the weights",
         **dict.fromkeys(
             (

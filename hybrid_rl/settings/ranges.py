@@ -146,6 +146,7 @@ RANGES: dict[str, Range] = {
     "update.correction_high": Range(1),
     "update.value_clip": POSITIVE,
     "update.entropy_coef": FINITE,
+    "update.router_aux_loss_coef": NOT_NEGATIVE,
     "update.critic_warmup_steps": COUNT_OR_ZERO,
     **{f"update.{model}.{name}": bounds for model in ("actor", "critic") for name, bounds in OPTIMIZER.items()},
     "ptx.coef": INNER_FRACTION,

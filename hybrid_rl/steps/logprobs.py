@@ -10,7 +10,7 @@ from torch import Tensor
 from hybrid_rl.batch import Packed, TrainBatch, pack, split
 from hybrid_rl.distributed import World
 from hybrid_rl.memory.micro_batches import Attempt, TokenLimit, free_memory
-from hybrid_rl.models.packed import packed_inputs
+from hybrid_rl.models.packed import actor_inputs, packed_inputs
 
 
 class ActorForward(Protocol):
@@ -26,6 +26,7 @@ class ActorForward(Protocol):
         index: Tensor,
         targets: Tensor,
         temperature: float,
+        routed_experts: Tensor | None = ...,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies, both [R] float32; see `models.packed.Actor`."""
         ...
@@ -97,10 +98,7 @@ def token_logprobs(actor: ActorForward, batch: TrainBatch, packing: Packing, *, 
     """Return the log-probs of all response tokens, [B, T] float32, without gradient; 0 outside the response mask."""
 
     def run(packed: Packed) -> Tensor:
-        logprobs, _ = actor(
-            **packed_inputs(packed), index=packed.response_index, targets=packed.targets, temperature=temperature
-        )
-        return logprobs
+        return actor(**actor_inputs(packed), temperature=temperature)[0]
 
     return _padded(batch, run_packed(batch, packing, run))
 

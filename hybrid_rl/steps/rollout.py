@@ -70,6 +70,7 @@ def _rollouts(
             rollout_logprobs=generation.logprobs,
             is_truncated=generation.is_truncated,
             text=judged_text(prompt, generation, tokenizer, stop_token_ids),
+            routed_experts=generation.routed_experts,
         )
         for prompt, sequence_id, generation in zip(prompts, sequence_ids, generations, strict=True)
     ]

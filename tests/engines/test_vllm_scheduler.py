@@ -35,8 +35,14 @@ class Steps:
     def update_from_output(self, scheduler_output, model_runner_output):
         self.seen = model_runner_output.logprobs
         found = {}
-        for name, tokens, reason in next(self.steps):
-            output = Fake(request_id=name, new_token_ids=list(tokens), finish_reason=reason, kv_transfer_params=None)
+        for name, tokens, reason, *experts in next(self.steps):
+            output = Fake(
+                request_id=name,
+                new_token_ids=list(tokens),
+                finish_reason=reason,
+                kv_transfer_params=None,
+                routed_experts=np.array(experts[0]) if experts else None,
+            )
             found.setdefault(0, Fake(outputs=[])).outputs.append(output)
             if reason:
                 del self.requests[name]
@@ -84,6 +90,13 @@ def test_a_response_is_sent_once_with_all_tokens_and_log_probs(make):
     assert step(scheduler, [-0.5, -3.0]) == {0: [("b", [3], {LOGPROBS: [-0.5]})]}
     assert step(scheduler, [-4.0, -0.25]) == {0: [("a", [7, 8, 9], {LOGPROBS: [-2.0, -3.0, -0.25]})]}
     assert scheduler.seen is None  # vLLM has no arrays to split by request
+
+
+def test_the_experts_of_all_steps_are_sent_with_the_response(make):
+    scheduler = make([[("a", [5], None, [[[0]], [[1]]])], [("a", [6], "stop", [[[2]]])]])
+    scheduler.update_from_output(None, Fake(logprobs=None, req_id_to_index={"b": 0, "a": 1}))
+    found = scheduler.update_from_output(None, Fake(logprobs=None, req_id_to_index={"b": 0, "a": 1}))
+    assert found[0].outputs[0].routed_experts.tolist() == [[[0]], [[1]], [[2]]]
 
 
 def test_a_long_response_sends_signs_of_progress(make, clock):

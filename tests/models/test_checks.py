@@ -18,7 +18,7 @@ from hybrid_rl.config import (
     RolloutConfig,
     UpdateConfig,
 )
-from hybrid_rl.models.checks import check_models
+from hybrid_rl.models.checks import check_classes, check_models
 from tests.models.families import FAMILIES
 
 CPU = torch.device("cpu")
@@ -68,6 +68,30 @@ def test_attention_and_adapter_targets_must_fit_the_class(tiny, tmp_path, models
     else:
         with pytest.raises(ConfigError, match=message):
             check_models(config, CPU)
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "qwen3"])
+def test_routing_settings_need_a_mixture_of_experts(tiny, tmp_path, family):
+    FAMILIES[family]().save_pretrained(tmp_path)
+    config = Config(
+        models=ModelsConfig(actor=str(tmp_path)),
+        rollout=RolloutConfig(routing_replay=True),
+        update=UpdateConfig(router_aux_loss_coef=0.5),
+    )
+    if family == "qwen3-moe":
+        check_classes(config, CPU)
+        return
+    with pytest.raises(ConfigError, match=r"^rollout.routing_replay = true: .*: Qwen3ForCausalLM has no routers") as no:
+        check_classes(config, CPU)
+    assert "set false" in str(no.value)
+
+
+def test_experts_get_no_adapters_and_the_refusal_says_why(tmp_path):
+    FAMILIES["qwen3-moe"]().save_pretrained(tmp_path)
+    lora = LoraConfig(rank=1, target_modules=["q_proj", "down_proj"])
+    config = Config(models=ModelsConfig(actor=str(tmp_path), lora=lora))
+    with pytest.raises(ConfigError, match=r"names down_proj: .* \(experts get no adapters: each projection of all ex"):
+        check_classes(config, CPU)
 
 
 def test_a_class_that_a_family_lacks_is_named(tiny, tmp_path):

@@ -60,6 +60,8 @@ def engine_arguments(
         "disable_log_stats": True,
         "seed": seed,
     }
+    if config.routing_replay:
+        arguments["enable_return_routed_experts"] = True
     if config.kv_cache_memory_bytes is not None:
         arguments["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes
     if not arguments["enforce_eager"] and config.max_num_seqs > _MAX_DEFAULT_GRAPH and not _GRAPHS & config.vllm.keys():

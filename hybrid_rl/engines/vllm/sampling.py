@@ -4,6 +4,9 @@ import functools
 import inspect
 from typing import Any
 
+import numpy as np
+import torch
+
 from hybrid_rl.engines import Generation, Sampling
 from hybrid_rl.engines.vllm.scheduler import LOGPROBS, NUM_REQUESTS
 
@@ -75,6 +78,12 @@ def to_generation(answer: Any, sampling: Sampling) -> Generation:
         logprobs = list(output.logprobs.logprobs)
     else:
         logprobs = [entry[token].logprob for token, entry in zip(token_ids, output.logprobs, strict=True)]
+    experts = getattr(output, "routed_experts", None)
     if logprobs and len(logprobs) != len(token_ids):
         raise RuntimeError(f"vLLM returned {len(logprobs)} log-probs for {len(token_ids)} tokens")
-    return Generation(token_ids=token_ids, logprobs=logprobs, is_truncated=output.finish_reason == "length")
+    return Generation(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        is_truncated=output.finish_reason == "length",
+        routed_experts=None if experts is None else torch.from_numpy(experts.astype(np.int16)),
+    )

@@ -15,6 +15,8 @@ request arrives would decide which ones are computed together, and with that the
 import time
 from typing import Any
 
+import numpy as np
+
 from hybrid_rl.engines.vllm.lifetime import end_with_trainer, ignore_signals_of_others, report_ended_workers
 from hybrid_rl.engines.vllm.signals import handle_sigterm_in_thread
 
@@ -35,7 +37,7 @@ class WholeResponses:
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self._kept: dict[str, tuple[list[int], list[float]]] = {}
+        self._kept: dict[str, tuple[list[int], list[float], list[Any]]] = {}
         self._has_stop_strings = False
         self._last_sign = time.monotonic()
         self._num_missing = 0  # requests of the current call of generate that have not arrived
@@ -84,15 +86,19 @@ class WholeResponses:
 
     def _is_whole(self, output: Any, rows: dict[str, int], values: list[float]) -> bool:
         """Keep what a request got in this step; at its end, replace its output by that of the whole response."""
-        tokens, logprobs = self._kept.setdefault(output.request_id, ([], []))
+        tokens, logprobs, experts = self._kept.setdefault(output.request_id, ([], [], []))
         tokens += output.new_token_ids
         if values and output.new_token_ids:
             logprobs.append(values[rows[output.request_id]])
+        if getattr(output, "routed_experts", None) is not None:  # of the tokens of this step
+            experts.append(output.routed_experts)
         if output.finish_reason is None:
             return False
         del self._kept[output.request_id]
         output.new_token_ids = tokens
         output.kv_transfer_params = {LOGPROBS: logprobs}
+        if experts:
+            output.routed_experts = np.concatenate(experts)
         return True
 
 

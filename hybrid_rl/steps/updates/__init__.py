@@ -11,7 +11,7 @@ from hybrid_rl.config import UpdateConfig
 from hybrid_rl.distributed import World
 from hybrid_rl.engines import TrainEngine
 from hybrid_rl.memory.micro_batches import TokenLimit
-from hybrid_rl.models.packed import packed_inputs
+from hybrid_rl.models.packed import actor_inputs, packed_inputs
 from hybrid_rl.steps.updates.actor_loss import ActorLoss, KlInLoss
 from hybrid_rl.steps.updates.mini_batches import balance_mini_batches, mini_batch_weights, num_optimizer_steps
 from hybrid_rl.steps.updates.optimizer_step import LossPart, Sums, Totals, accumulate, take_step
@@ -42,7 +42,8 @@ def update_actor(
 ) -> dict[str, float]:
     """Take the optimizer steps of the actor on a batch with advantages; return metrics averaged over them.
 
-    loss = (1 - ptx_coef) * (policy loss - entropy_coef * entropy + kl.coef * KL) + the loss of ptx, weighted by itself.
+    loss = (1 - ptx_coef) * (policy loss - entropy_coef * entropy + kl.coef * KL + router_aux_loss_coef * balance)
+    + the loss of ptx, weighted by itself. The balance of a micro-batch has the weight of its tokens.
 
     Args:
         batch:               this rank's sequences; their old_logprobs and advantages, with kl also ref_logprobs.
@@ -56,15 +57,21 @@ def update_actor(
         FloatingPointError: a loss is not finite.
     """
 
+    aux_coef = config.router_aux_loss_coef
+
     def compute_loss(local: TrainBatch, packed: Packed, weights: Tensor) -> tuple[Tensor, Sums]:
-        inputs = packed_inputs(packed) | {"index": packed.response_index, "targets": packed.targets}
+        inputs = actor_inputs(packed) | ({"measures_balance": True} if aux_coef else {})
         token_loss = ActorLoss(packed, local, weights, config, kl)
         if token_loss.is_elementwise:
             loss, logprobs, entropy = engine.forward(**inputs, temperature=temperature, loss_of_logprobs=token_loss)
         else:
             logprobs, entropy = engine.forward(**inputs, temperature=temperature)
             loss = token_loss(logprobs, entropy, slice(0, len(logprobs))).sum()
-        return (1 - ptx_coef) * loss if ptx_coef else loss, token_loss.sums(logprobs, entropy)
+        sums = token_loss.sums(logprobs, entropy)
+        if aux_coef:
+            balance = weights.sum() * engine.module.balance
+            loss, sums["router_balance"] = loss + aux_coef * balance, balance.detach()
+        return (1 - ptx_coef) * loss if ptx_coef else loss, sums
 
     return _update(
         engine,
