@@ -95,8 +95,8 @@ class Rollout:
     """Turns of a conversation, which divide `response_ids` from its start to its end; without turns, all tokens are
     one sampled turn."""
     routed_experts: Tensor | None = field(default=None, compare=False)
-    """The experts with which the engine computed each token of the sequence but the last, [tokens - 1, layers, K] int16;
-    None if it did not return them."""
+    """The experts with which the engine computed each token but the last of the sequence, [tokens - 1, layers, K]
+    int16; None if it did not return them."""
     counts: dict[str, float] = field(default_factory=dict)
     """Values of a conversation for metrics, such as the number of its tool calls."""
 

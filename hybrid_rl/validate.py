@@ -188,8 +188,8 @@ def _check_rollout(config: Config) -> None:
     }.items():
         check(
             not value or slices == 1,
-            f"{field} = {str(value).lower()}: needs update.sequence_parallel_size = 1, not {slices}, with which no rank "
-            "routes whole sequences",
+            f"{field} = {str(value).lower()}: needs update.sequence_parallel_size = 1, not {slices}, with which no "
+            "rank routes whole sequences",
         )
     bounds, group_size = config.rollout.dynamic_filtering_reward_range, config.rollout.group_size
     if bounds is not None:

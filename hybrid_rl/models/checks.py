@@ -165,6 +165,6 @@ def _check_routing(config: Config, model: PreTrainedModel) -> None:
     ):
         check(
             not value or is_mixture,
-            f"{field} = {str(value).lower()}: models.actor = {config.models.actor}: {name} has no routers of experts that "
-            f"are known here; set {off}",
+            f"{field} = {str(value).lower()}: models.actor = {config.models.actor}: {name} has no routers of experts "
+            f"that are known here; set {off}",
         )

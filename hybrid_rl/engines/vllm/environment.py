@@ -22,8 +22,8 @@ _DEFAULTS = {
     # vLLM's own limit leaves out the factor of YaRN where config.json names the original positions; check_models
     # compares the longest sequence with the positions of the rotary embedding.
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
-    # Latent attention (MLA) computes with matrices that vLLM derives from the weights once, after loading. A weight sync
-    # would not reach them. Without it DeepSeek's keys and values are computed from the weights at each use.
+    # Latent attention (MLA) computes with matrices that vLLM derives from the weights once, after loading. A weight
+    # sync would not reach them. Without it DeepSeek's keys and values are computed from the weights at each use.
     "VLLM_MLA_DISABLE": "1",
 }
 # With torch.compile, the first generation waits for a C++ compiler, which speeds up one counting function only.
