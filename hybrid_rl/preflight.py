@@ -24,7 +24,13 @@ from hybrid_rl.engines.deepspeed.settings import check_deepspeed
 from hybrid_rl.engines.start import check_engine
 from hybrid_rl.machine.disk import check_space, check_temporary_folder, check_writable, folder_bytes
 from hybrid_rl.machine.gpus import check_engine_memory, check_gpu, check_torch_build
-from hybrid_rl.machine.host import check_buckets, check_memory, check_open_files, why_little_shared_memory
+from hybrid_rl.machine.host import (
+    available_memory,
+    check_buckets,
+    check_memory,
+    check_open_files,
+    why_little_shared_memory,
+)
 from hybrid_rl.machine.hub import use_cache_if_unreachable
 from hybrid_rl.machine.network import check_loopback
 from hybrid_rl.machine.packages import check_compilers, check_kernels, check_packages
@@ -84,6 +90,9 @@ def run_site(world: World, stage: Callable[[str], AbstractContextManager[Any]] =
         stage: see Site.
     """
     machine = measure_machine(world)
+    if world.device.type == "cuda":
+        available = min(world.all_gather(available_memory()[0]))
+        machine = replace(machine, host_memory_bytes=available)
     return Site(world=world, ranks_on_nodes=world.ranks_on_nodes(), machine=machine, starts=True, stage=stage)
 
 

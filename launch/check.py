@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -9,7 +10,9 @@ from hybrid_rl.config import Config, check
 from hybrid_rl.distributed import World
 from hybrid_rl.first_lines import run_lines
 from hybrid_rl.machine.environment import check_environment
+from hybrid_rl.machine.host import available_memory
 from hybrid_rl.memory.device import available_bytes
+from hybrid_rl.planning.cards import find_card
 from hybrid_rl.planning.plan import GIB, Machine
 from hybrid_rl.planning.startup import machine_of
 from hybrid_rl.preflight import Checks, Prepared, Site, prepare_run
@@ -42,11 +45,12 @@ def site_here(num_ranks: int) -> Site:
     num_gpus = min(num_ranks, torch.cuda.device_count())
     devices = [torch.device("cuda", index) for index in range(num_gpus)] or [torch.device("cpu")]
     ranks_on_nodes = [num_ranks] * num_ranks
-    return Site(
-        world=World(rank=0, size=1, local_rank=0, device=devices[0]),
-        ranks_on_nodes=ranks_on_nodes,
-        machine=machine_of(ranks_on_nodes, min(map(available_bytes, devices))),
-    )
+    machine = machine_of(ranks_on_nodes, min(map(available_bytes, devices)))
+    if num_gpus:
+        card = find_card(torch.cuda.get_device_name(devices[0]))
+        machine = replace(machine, card=card, host_memory_bytes=available_memory()[0])
+    world = World(rank=0, size=1, local_rank=0, device=devices[0])
+    return Site(world=world, ranks_on_nodes=ranks_on_nodes, machine=machine)
 
 
 def site_elsewhere(machine: Machine) -> Site:

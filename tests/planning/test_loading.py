@@ -4,14 +4,18 @@ from dataclasses import replace
 
 import pytest
 
+from hybrid_rl.checkpoints import export
 from hybrid_rl.config import ConfigError, OptimizerConfig
 from hybrid_rl.memory.residency import Phase
+from hybrid_rl.models import exporting
+from hybrid_rl.planning import footprint, saving
 from hybrid_rl.planning.engine_memory import ENGINE_CONTEXT_BYTES, GRAPHS_LAYER_BYTES
 from hybrid_rl.planning.plan import GIB, Machine, Plan
 from hybrid_rl.planning.planner import TRAINER_CONTEXT_BYTES, make_plan
 from hybrid_rl.planning.run_bytes import host_uses
 from hybrid_rl.planning.shapes import read_shapes
 from hybrid_rl.planning.startup import check_plan
+from hybrid_rl.steps import ema
 
 SEVEN_B, ONE_B = 7_615_616_512, 1_235_814_400
 """Parameters of the models; tests/planning/test_plan.py and test_run_bytes.py add them up."""
@@ -175,3 +179,22 @@ def test_tenants_that_stay_are_counted_once_they_are_built(make_config):
     assert [moment.name for moment in found.loading] == ["rollout engine", "actor", "critic", "reference"]
     everything = sum(a.num_bytes for a in found.allocations if a.phases == frozenset(Phase))
     assert sizes[-1] == everything
+
+
+def test_sizes_of_exports_are_those_of_the_code_that_writes_them():
+    assert saving.FILE_BYTES == exporting.FILE_BYTES
+    assert footprint.GATHERED_BYTES == export.GATHERED_BYTES == ema.GATHERED_BYTES
+
+
+def test_a_run_that_a_node_cannot_save_is_refused_with_settings_that_it_can(make_config):
+    """Without ZeRO-3 each of 8 ranks loads 15.2 GB beside the others, with it a part."""
+    config = make_config("7b", memory={"swap": "off"})
+    shapes, gpus = read_shapes(config), machine(200, 8)
+    needed = make_plan(config, gpus, shapes).peak_host_bytes
+    assert needed == 8 * 2 * SEVEN_B
+    small = replace(gpus, host_memory_bytes=100 * GIB)
+    with pytest.raises(
+        ConfigError, match=rf"the start, at actor, needs {needed:,} bytes .* of host memory per node"
+    ) as e:
+        check_plan(make_plan(config, small, shapes), config, shapes)
+    assert "this would fit: --update.zero_stage 3" in str(e.value)
