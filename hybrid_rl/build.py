@@ -46,6 +46,7 @@ from hybrid_rl.run import Run
 from hybrid_rl.steps.ema import EmaWeights
 from hybrid_rl.steps.ptx import PtxLoss
 from hybrid_rl.trained_models import admit_parameters, build_critic, build_policy
+from hybrid_rl.weights.adapter_sync import AdapterSync
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +118,7 @@ def build_in(
         resume_from=resume_from,
         aliases_weights=prepared.aliases_weights,
         shards_frozen=plan.shards_frozen,
+        shares_critic=prepared.sync.shares_critic,
         engine_adapters=prepared.engine_adapters,
         start=start,
         throughput=Throughput(world, peak_flops=peak_flops(config, world.device)),
@@ -186,6 +188,8 @@ class Setup:
     """Whether the rollout engine's parameters are views of the trainer's."""
     shards_frozen: bool
     """Whether reference and reward model are shards over the ranks."""
+    shares_critic: bool
+    """See SyncChoice."""
     engine_adapters: LoraConfig | None
     """See Prepared.engine_adapters."""
     start: Start
@@ -214,7 +218,8 @@ def build_models(setup: Setup, *, steps_done: int) -> Run:
     engine, actor, weight_sync = build_policy(setup)
     ema = build_ema(setup, actor)  # copies the actor's weights, so before the actor is released
     admit_parameters(setup, "actor", actor, is_aliased=setup.aliases_weights)
-    critic = build_critic(setup)
+    is_shared = setup.shares_critic and isinstance(weight_sync, AdapterSync)
+    critic = build_critic(setup, weight_sync.alias_buffer if is_shared else None)
     is_varlen = all(engine.module.uses_varlen for engine in (actor, critic) if engine)
     num_bytes = sum(engine.checkpoint_bytes for engine in (actor, critic) if engine)
     saver = make_saver(

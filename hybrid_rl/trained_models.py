@@ -13,7 +13,7 @@ from hybrid_rl.memory.device import grow_segments
 from hybrid_rl.memory.residency import Phase
 from hybrid_rl.memory.tenants import Resident
 from hybrid_rl.models.loading import load_actor, load_value_model
-from hybrid_rl.models.lora import base_parameters
+from hybrid_rl.models.lora import base_parameters, frozen_parameters
 from hybrid_rl.models.packed import PackedModel
 from hybrid_rl.steps.updates import num_optimizer_steps
 from hybrid_rl.weights.adapter_sync import AdapterSync
@@ -143,8 +143,12 @@ def admit_parameters(setup: "Setup", name: str, engine: TrainEngine, *, is_alias
         setup.memory.admit(f"{name}_parameters", setup.tenants.parameters(name, engine, is_aliased=is_aliased))
 
 
-def build_critic(setup: "Setup") -> TrainEngine | None:
-    """Return the critic's training engine, released; None for an estimator without a critic."""
+def build_critic(setup: "Setup", shared: AliasBuffer | None) -> TrainEngine | None:
+    """Return the critic's training engine, released; None for an estimator without a critic.
+
+    Args:
+        shared: holds the actor's base, which becomes the critic's; None for a base of its own.
+    """
     models, field = setup.config.models, "models.critic"
     if not setup.config.has_critic:
         return None
@@ -152,6 +156,9 @@ def build_critic(setup: "Setup") -> TrainEngine | None:
     load = functools.partial(load_value_model, path, models, setup.world.device, field=field, new_head=True)
     with setup.start.stage(field):
         module = load(lora=models.lora, sharder=trained_sharder(setup.config, setup.world, "critic"))
+        if shared:
+            base = frozen_parameters(module.model)
+            setup.recorder.say(f"critic: {shared.share(base)} of its {len(base)} frozen tensors are the actor's")
     critic = build_train_engine(setup, "critic", setup.parallelize(module, path, field=field))
-    admit_parameters(setup, "critic", critic)
+    admit_parameters(setup, "critic", critic, is_aliased=shared is not None)
     return critic

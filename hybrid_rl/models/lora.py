@@ -209,6 +209,11 @@ def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: each.base for name, each in base_weights(model).items() if isinstance(each.base, nn.Parameter)}
 
 
+def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are not trained, named as in `served_weights`."""
+    return {name: parameter for name, parameter in base_parameters(model).items() if not parameter.requires_grad}
+
+
 def adapter_factors(model: nn.Module) -> dict[str, ServedFactor]:
     """Return the matrices of the adapters, named as in `adapter_parameters`; {} without any."""
     scales: dict[str, float] = {}

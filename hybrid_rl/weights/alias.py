@@ -48,6 +48,26 @@ class AliasBuffer:
         """Return the parameters in the order of the buffer."""
         return [self._parameters[slot.name] for slot in self.slots]
 
+    @torch.no_grad()
+    def share(self, weights: Mapping[str, nn.Parameter]) -> int:
+        """Let parameters of another model, which nothing may write to, be views of the equal ones in the buffer.
+
+        Args:
+            weights: name -> parameter of the other model.
+
+        Returns:
+            the number of parameters that are views now; the others have another name, shape or value.
+        """
+        count = 0
+        for name, parameter in weights.items():
+            held = self._parameters.get(name)
+            if held is not None and held.dtype == parameter.dtype and torch.equal(held, parameter):
+                parameter.data = held.data
+                count += 1
+        if self._bucket.tensor.is_cuda:
+            torch.cuda.empty_cache()
+        return count
+
     def export(self) -> AliasedWeights:
         """Return the handle and the layout for one engine; on a GPU each result can be opened once."""
         return AliasedWeights(handle=self._bucket.handle(), slots=self.slots)

@@ -30,6 +30,8 @@ class SyncChoice:
     """Whether the engine gets the adapters alone, beside the base."""
     why_merged: str
     """Why the adapters are merged into the weights that the engine gets; empty if they are not, or there are none."""
+    shares_critic: bool
+    """Whether the critic's base is the actor's, in one memory, with adapters and a head of its own."""
 
 
 def adapter_rank(rank: int) -> int:
@@ -55,28 +57,41 @@ def choose_sync(config: Config, *, architecture: str, tensors: Sequence[NamedSha
     check(obstacle is None or mode != "alias", f"sync.mode = alias: {obstacle}")
     why_copies = "sync.mode = copy" if mode == "copy" else obstacle or ""
     if not lora.rank:
-        return SyncChoice(why_copies=why_copies, sends_adapters=False, why_merged="")
-    why_merged = _why_merged(config, why_copies)
+        return SyncChoice(why_copies=why_copies, sends_adapters=False, why_merged="", shares_critic=False)
+    why_merged = _why_merged(config, why_copies, architecture, tensors)
     return SyncChoice(
         why_copies=(why_copies or why_merged) if why_merged else why_copies,
         sends_adapters=not why_merged,
         why_merged=why_merged,
+        shares_critic=not why_copies and not why_merged and _starts_from_actor(config),
     )
 
 
-def _why_merged(config: Config, why_copies: str) -> str:
+def _starts_from_actor(config: Config) -> bool:
+    """Return whether there is a critic and its weights are the actor's, except for the head."""
+    models = config.models
+    return config.has_critic and (models.critic or models.reward or models.actor) == models.actor
+
+
+def _why_merged(config: Config, why_copies: str, architecture: str, tensors: Sequence[NamedShape]) -> str:
     """Return why adapters are merged into the weights that the engine gets; empty if they are sent alone.
 
     Raises:
-        ConfigError: models.lora.sync = adapters, and vLLM has no adapters of this rank.
+        ConfigError: models.lora.sync = adapters, and vLLM cannot serve them.
     """
     lora = config.models.lora
     if lora.sync == "merged":
         return "models.lora.sync = merged"
-    largest = ADAPTER_RANKS[-1]
-    limit = f"models.lora.rank = {lora.rank}: vLLM serves adapters up to rank {largest}; use merged"
-    is_too_large = config.rollout.engine == "vllm" and lora.rank > largest
-    check(lora.sync == "auto" or not is_too_large, f"models.lora.sync = adapters: {limit}")
-    if lora.sync == "adapters":
-        return ""
-    return limit if is_too_large else why_copies
+    obstacle = _why_not_served(config, architecture, tensors) if config.rollout.engine == "vllm" else ""
+    check(lora.sync == "auto" or not obstacle, f"models.lora.sync = adapters: {obstacle}; use merged")
+    return obstacle or ("" if lora.sync == "adapters" else why_copies)
+
+
+def _why_not_served(config: Config, architecture: str, tensors: Sequence[NamedShape]) -> str:
+    """Return why vLLM cannot serve the adapters beside the weights; empty if it can."""
+    rank, largest = config.models.lora.rank, ADAPTER_RANKS[-1]
+    if rank > largest:
+        return f"models.lora.rank = {rank}: vLLM serves adapters up to rank {largest}"
+    if any(".experts." in name for name, _, _ in tensors):
+        return f"{architecture} has experts, for which vLLM beside adapters needs kernels that a CPU does not have"
+    return ""

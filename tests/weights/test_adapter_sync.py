@@ -12,8 +12,9 @@ from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import Sampling
 from hybrid_rl.engines.deepspeed.engine import DeepSpeedEngine
 from hybrid_rl.engines.huggingface import HuggingFaceEngine
-from hybrid_rl.models.loading import load_actor
-from hybrid_rl.models.lora import base_parameters
+from hybrid_rl.models.loading import load_actor, load_value_model
+from hybrid_rl.models.lora import base_parameters, frozen_parameters
+from hybrid_rl.models.packed import ValueModel
 from hybrid_rl.monitoring.timeline import Timeline
 from hybrid_rl.weights.adapter_sync import AdapterSync
 from hybrid_rl.weights.alias import AliasBuffer
@@ -70,6 +71,13 @@ class Pair:
                 parameter.copy_(tensors[name])
             logits = model.model(torch.tensor([PROMPT + token_ids])).logits[0, len(PROMPT) - 1 : -1]
         return logits.log_softmax(-1).gather(-1, torch.tensor(token_ids)[:, None]).squeeze(-1)
+
+
+def make_critic_module(tiny: Path, seed: int) -> ValueModel:
+    """Return a critic that starts from the policy, with adapters and a head of zeros."""
+    torch.manual_seed(seed)
+    path = str(tiny / "policy")
+    return load_value_model(path, ModelsConfig(), CPU, field="models.critic", lora=LORA, new_head=True)
 
 
 @pytest.mark.parametrize("rslora", [False, True])
@@ -158,3 +166,32 @@ def test_an_engine_that_starts_again_gets_base_and_adapters(tiny, world, is_alia
     assert report.version == 1 and report.num_verified == NUM_BASE + NUM_MATRICES
     assert (report.num_bytes > first.num_bytes) == (not is_aliased)
     assert pair.engine.generate([PROMPT], SAMPLED, [1]) == expected
+
+
+def test_a_critic_on_the_actors_base_computes_and_trains_as_with_a_base_of_its_own(tiny, world):
+    pair, torch_seed = Pair(tiny, world), 12
+    sync = pair.sync()
+    sync.sync()
+    own, shared = (make_critic_module(tiny, torch_seed) for _ in range(2))
+    base = frozen_parameters(shared.model)
+    assert pair.buffer.share(base) == len(base) == NUM_BASE  # all but the head
+    assert len({p.untyped_storage().data_ptr() for p in [*base.values(), *pair.buffer.ordered()]}) == 1
+    engines = [
+        DeepSpeedEngine(m, OptimizerConfig(lr=0.1), zero_stage=2, total_steps=9, world=world) for m in (own, shared)
+    ]
+    for _ in range(2):
+        assert step(engines[0], [0, 1, 2, 3], is_critic=True) == step(engines[1], [0, 1, 2, 3], is_critic=True)
+    assert all(torch.equal(*pair) for pair in zip(own.parameters(), shared.parameters(), strict=True))
+    assert len({p.untyped_storage().data_ptr() for p in [*base.values(), *pair.buffer.ordered()]}) == 1
+    sync.sync()  # the base is what it was
+
+
+def test_a_tensor_that_differs_is_not_shared(tiny, world):
+    pair, critic = Pair(tiny, world), make_critic_module(tiny, 1)
+    base = frozen_parameters(critic.model)
+    changed = base["model.norm.weight"]
+    changed.data[0] += 1
+    assert pair.buffer.share(base) == NUM_BASE - 1
+    assert not pair.buffer.contains(changed) and not torch.equal(
+        changed, pair.trainer.model.get_parameter("model.norm.weight")
+    )

@@ -1,9 +1,20 @@
 """What the engine gets follows from the settings alone: adapters or merged weights, views or copies of the base."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from hybrid_rl.config import Config, ConfigError, LoraConfig, ModelsConfig, RolloutConfig, SyncConfig, UpdateConfig
+from hybrid_rl.config import (
+    AdvantageConfig,
+    Config,
+    ConfigError,
+    LoraConfig,
+    ModelsConfig,
+    RolloutConfig,
+    SyncConfig,
+    UpdateConfig,
+)
 from hybrid_rl.weights.choice import ADAPTER_RANKS, SyncChoice, adapter_rank, choose_sync
 
 TENSORS = [("embed", (8, 4), torch.float32), ("0.q_proj.weight", (4, 4), torch.float32)]
@@ -16,10 +27,10 @@ def choose(*, rank: int = 4, lora: str = "auto", mode: str = "auto", architectur
 
 
 def test_without_adapters_only_views_or_copies_are_chosen():
-    assert choose(rank=0) == SyncChoice(why_copies="", sends_adapters=False, why_merged="")
+    assert choose(rank=0) == SyncChoice(why_copies="", sends_adapters=False, why_merged="", shares_critic=False)
     assert choose(rank=0, lora="adapters") == choose(rank=0)
     copied = choose(rank=0, mode="copy")
-    assert copied == SyncChoice(why_copies="sync.mode = copy", sends_adapters=False, why_merged="")
+    assert copied == SyncChoice(why_copies="sync.mode = copy", sends_adapters=False, why_merged="", shares_critic=False)
 
 
 @pytest.mark.parametrize("lora", ["auto", "adapters"])
@@ -27,7 +38,7 @@ def test_without_adapters_only_views_or_copies_are_chosen():
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_adapters_are_sent_beside_a_base_that_is_aliased(lora, mode, stage):
     choice = choose(lora=lora, mode=mode, update=UpdateConfig(zero_stage=stage))
-    assert choice == SyncChoice(why_copies="", sends_adapters=True, why_merged="")
+    assert choice == SyncChoice(why_copies="", sends_adapters=True, why_merged="", shares_critic=True)
 
 
 COPIED = {
@@ -63,6 +74,26 @@ def test_a_rank_beyond_vllms_is_merged_or_refused_by_a_sentence():
     assert choose(rank=513, rollout=RolloutConfig(engine="hf")).sends_adapters
 
 
+def test_experts_are_merged_or_refused_by_a_sentence():
+    tensors = [*TENSORS, ("model.layers.0.mlp.experts.gate_up_proj", (2, 4, 4), torch.float32)]
+    auto, adapters = (Config(models=ModelsConfig(lora=LoraConfig(rank=4, sync=sync))) for sync in ("auto", "adapters"))
+    found = choose_sync(auto, architecture="Qwen3ForCausalLM", tensors=tensors)
+    assert "Qwen3ForCausalLM has experts" in found.why_merged and found.why_copies == found.why_merged
+    with pytest.raises(ConfigError, match=r"models\.lora\.sync = adapters: Qwen3ForCausalLM has experts, .*use merged"):
+        choose_sync(adapters, architecture="Qwen3ForCausalLM", tensors=tensors)
+
+
 @pytest.mark.parametrize("rank, size", [(1, 1), (2, 8), (8, 8), (9, 16), (33, 64), (321, 512), (512, 512)])
 def test_memory_of_an_adapter_has_the_next_rank_that_vllm_knows(rank, size):
     assert adapter_rank(rank) == size and size in ADAPTER_RANKS
+
+
+def test_a_critic_that_starts_from_the_actor_shares_its_aliased_base():
+    models = ModelsConfig(actor="a", lora=LoraConfig(rank=4))
+    for changes, is_shared in (({}, True), ({"critic": "a"}, True), ({"critic": "c"}, False), ({"reward": "r"}, False)):
+        config = Config(models=replace(models, **changes))
+        choice = choose_sync(config, architecture="LlamaForCausalLM", tensors=TENSORS)
+        assert config.has_critic and choice.shares_critic == is_shared, changes
+    grpo = Config(models=models, advantage=AdvantageConfig(estimator="grpo"))
+    assert not choose_sync(grpo, architecture="LlamaForCausalLM", tensors=TENSORS).shares_critic
+    assert not choose(lora="merged").shares_critic and not choose(mode="copy").shares_critic
