@@ -2,6 +2,8 @@
 
 import base64
 import dataclasses
+import importlib.util
+import os
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -62,6 +64,8 @@ def engine_arguments(
     }
     if config.routing_replay:
         arguments["enable_return_routed_experts"] = True
+        if importlib.util.find_spec("vllm.config.aux_output"):  # this version returns experts from its new runner alone
+            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # until the end of engine_environment
     if config.kv_cache_memory_bytes is not None:
         arguments["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes
     if not arguments["enforce_eager"] and config.max_num_seqs > _MAX_DEFAULT_GRAPH and not _GRAPHS & config.vllm.keys():
