@@ -40,8 +40,10 @@ class LiveRun:
         """Take the folder of the run, the process of its command, and the site that it uses."""
         self.run_dir, self.program, self.site = run_dir, program, site
 
-    def wait_for(self, is_reached: Callable[[], bool], what: str, limit_s: float = 600.0) -> None:
-        """Wait until something holds.
+    def wait_for(
+        self, is_reached: Callable[[], bool], what: str, *, limit_s: float = 600.0, interval_s: float = 0.001
+    ) -> None:
+        """Wait until something holds, and look every `interval_s` seconds.
 
         Raises:
             EndedError: the command ends first.
@@ -53,7 +55,7 @@ class LiveRun:
                 raise EndedError(f"the run ended before: {what}")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not seen in {limit_s:g} s: {what}")
-            time.sleep(0.001)
+            time.sleep(interval_s)
 
     def is_running(self) -> bool:
         """Return whether the command has not ended."""
@@ -148,20 +150,26 @@ def engine_core(run: LiveRun) -> int:
     found: list[int] = []
 
     def is_there() -> bool:
-        found[:] = [process.pid for process in _descendants(run) if process.name().startswith("VLLM::EngineCor")]
+        found[:] = _descendants(run, "VLLM::EngineCor")
         return bool(found)
 
-    run.wait_for(is_there, "the engine's core process")
+    run.wait_for(is_there, "the engine's core process", interval_s=0.1)
     return found[0]
 
 
 def engine_worker(run: LiveRun) -> int:
     """Return the second worker process of vLLM."""
-    return max(process.pid for process in _descendants(run) if process.name().startswith("VLLM::Worker"))
+    return max(_descendants(run, "VLLM::Worker"))
 
 
-def _descendants(run: LiveRun) -> list[psutil.Process]:
-    return psutil.Process(run.rank_pid()).children(recursive=True)
+def _descendants(run: LiveRun, name: str) -> list[int]:
+    """Return the ids of the processes below rank 0 whose names begin with some letters."""
+    found = []
+    for process in psutil.Process(run.rank_pid()).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if process.name().startswith(name):
+                found.append(process.pid)
+    return found
 
 
 SUBJECTS: dict[str, Callable[[LiveRun], int]] = {
@@ -180,6 +188,8 @@ SUBJECTS: dict[str, Callable[[LiveRun], int]] = {
 """Name -> function that waits for the process, and returns its id."""
 BUSY = {"a busy scorer", "a busy scorer's parent", "the busy reward service"}
 """Subjects that say themselves when they work, while the trainer goes on."""
+STARTED_BY_RANK_0 = {"the engine's core", "the engine's second worker"}
+"""Subjects that do not start while rank 0 is stopped."""
 
 
 def send(fault: str, pid: int) -> None:

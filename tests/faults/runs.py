@@ -15,7 +15,7 @@ import yaml
 from tests.faults import processes
 from tests.faults.cases import STALL_TIMEOUT_S, Case, GoesOn, Outcome
 from tests.faults.file_cases import NUM_STEPS, FileCase
-from tests.faults.processes import BUSY, STEP, SUBJECTS, LiveRun, MissedError
+from tests.faults.processes import BUSY, STARTED_BY_RANK_0, STEP, SUBJECTS, LiveRun, MissedError
 from tests.faults.results import differences, results
 from tests.faults.services import Site
 from tests.faults.traces import Traces
@@ -197,6 +197,8 @@ class FaultyRuns:
             run.wait_for(lambda: run.place() == (STEP, case.phase), f"phase {case.phase}")
             processes.send(case.fault, SUBJECTS[case.subject](run))
             return
+        if case.phase == "start" and case.subject in STARTED_BY_RANK_0:
+            SUBJECTS[case.subject](run)
         with run.held_in(case.phase):
             pid = SUBJECTS[case.subject](run)
             is_held = pid == run.rank_pid()
