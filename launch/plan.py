@@ -37,6 +37,8 @@ def show_plan(config: Config, machine: Machine, console: Console | None = None) 
         check(machine.num_gpus % size == 0, f"{field} = {size}: must divide --gpus {machine.num_gpus}")
     console = console or Console(width=WIDTH, highlight=False)
     forecast = make_forecast(config, machine)
+    for line in _model_lines(forecast):
+        console.print(line, soft_wrap=True)
     console.print(_memory_table(forecast))
     for line in (*_kv_lines(forecast), *_host_lines(forecast)):
         console.print(line, soft_wrap=True)
@@ -50,6 +52,19 @@ def show_plan(config: Config, machine: Machine, console: Console | None = None) 
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f}" if num_bytes else ""
+
+
+def _model_lines(forecast: Forecast) -> list[str]:
+    """Return the parameters of the actor where not all of them compute a token, and which models are sharded."""
+    actor, lines = forecast.shapes.actor, []
+    if actor.mixture:
+        lines.append(
+            f"actor: {actor.num_params / 1e9:.2f} billion parameters, of which {actor.num_active_params / 1e9:.2f} "
+            f"compute a token: {actor.mixture.experts_per_token} of {actor.mixture.num_experts} experts in a layer"
+        )
+    if forecast.plan.shards_frozen:
+        lines.append("reference and reward model: sharded over all GPUs (models.shard_frozen)")
+    return lines
 
 
 def _memory_table(forecast: Forecast) -> Table:

@@ -64,8 +64,8 @@ def can_move(spec: TenantSpec, work: Workload) -> bool:
     if spec.model == "engine":
         return work.config.rollout.engine != "hf"  # the Hugging Face engine cannot release memory
     if spec.is_trained and spec.content == "parameters":
-        is_open_in_engine = spec.model == "actor" and work.aliases_weights
-        return swap != "deepspeed" and not is_open_in_engine  # DeepSpeed's offload moves the optimizer only
+        is_shared = work.aliases_weights if spec.model == "actor" else work.shares_critic
+        return swap != "deepspeed" and not is_shared  # DeepSpeed's offload moves the optimizer only
     return True
 
 

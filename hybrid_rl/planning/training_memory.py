@@ -1,5 +1,7 @@
 """Memory of the training engines and of forwards without gradient on one GPU, besides parameters and optimizer."""
 
+from dataclasses import replace
+
 from hybrid_rl.memory.residency import SCORE, UPDATE_ACTOR, UPDATE_CRITIC
 from hybrid_rl.models.attention import repeats_keys
 from hybrid_rl.models.fused_layers import uses_liger
@@ -24,7 +26,11 @@ def trained_footprint(work: Workload, name: str) -> Footprint | None:
         dtype_bytes=work.dtype_bytes,
         optimizer=update.actor if name == "actor" else update.critic,
     )
-    return engine_footprint(shard, sharding, num_trained=num_trained(work, shard))
+    part = engine_footprint(shard, sharding, num_trained=num_trained(work, shard))
+    if name == "critic" and work.shares_critic:  # its own are the adapters and the head, a vector
+        shared = work.dtype_bytes * (shape.num_params - shape.hidden_size)
+        return replace(part, parameter_bytes=part.parameter_bytes - shared)
+    return part
 
 
 def num_trained(work: Workload, shape: ModelShape) -> int:
@@ -56,9 +62,18 @@ def score_allocations(work: Workload) -> list[Allocation]:
         "activations": activations,
         "log-prob head": head,
         "gathered weights": max(gathered),
+        "routed experts": replayed_bytes(work, tokens),
         "blend of the reference": max(0, _blend_bytes(work) - activations - head - max(gathered)),
     }
     return [Allocation(name=name, num_bytes=size, phases=frozenset({SCORE})) for name, size in sizes.items()]
+
+
+def replayed_bytes(work: Workload, tokens: int) -> int:
+    """Return the bytes of the engine's choices of experts for the tokens of a pack: 16 bits, and 64 in each router."""
+    mixture = work.shapes.actor.mixture
+    if mixture is None or not work.config.rollout.routing_replay:
+        return 0
+    return tokens * mixture.experts_per_token * (2 * work.shapes.actor.num_layers + 8 * mixture.num_layers)
 
 
 def _blend_bytes(work: Workload) -> int:
@@ -98,6 +113,7 @@ def update_allocations(work: Workload, name: str) -> list[Allocation]:
         "backward of head or layer": backward,
         "reduction": part.reduction_bytes,
         "gathered weights": part.gathered_bytes,
+        "routed experts": replayed_bytes(work, tokens) if name == "actor" else 0,
         "optimizer step": max(0, part.step_bytes - activations - backward - part.reduction_bytes),
     }
     phases = frozenset({UPDATE_ACTOR if name == "actor" else UPDATE_CRITIC})

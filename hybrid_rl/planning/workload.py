@@ -102,6 +102,11 @@ class Workload:
         """Whether the engine's parameters are views of the trainer's, so that they exist once."""
         return self.config.rollout.engine == "vllm" and not self.sync.why_copies
 
+    @property
+    def shares_critic(self) -> bool:
+        """Whether the critic's frozen weights are the actor's, in one memory."""
+        return self.aliases_weights and self.sync.shares_critic
+
     @functools.cached_property
     def sync(self) -> SyncChoice:
         """How the engine gets the trainer's weights; where the settings forbid it, as with sync.mode = auto."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Qwen3MoeConfig
 
 from hybrid_rl.config import (
     AdvantageConfig,
@@ -122,6 +123,22 @@ def test_an_engine_with_adapters_holds_them_beside_the_aliased_base(make_config)
     assert allocation(plan(merged, machine()), "engine_weights").num_bytes == 2 * 7_615_616_512
 
 
+def test_a_critic_that_starts_from_the_actor_has_adapters_and_a_head_of_its_own(make_config):
+    models = {"actor": make_config("7b").models.actor, "lora": LoraConfig(rank=16)}
+    config = make_config("7b", estimator="gae", models=models, sync={"mode": "auto"}, memory={"swap": "vmm"})
+    found = plan(config, machine(200))
+    adapters = 28 * 16 * (2 * 7168 + 2 * 4096 + 3 * 22528)
+    parameters = allocation(found, "critic_parameters")
+    assert (parameters.num_bytes, parameters.phases) == (2 * (adapters + 3584), frozenset(Phase))
+    # While it loads, the whole critic lies on the GPU beside the actor; its own head is a vector.
+    critic = 7_615_616_512 - 152064 * 3584 + 3584
+    (loading,) = [moment for moment in found.loading if moment.name == "critic"]
+    (actor,) = [moment for moment in found.loading if moment.name == "actor"]
+    assert loading.gpu_bytes - actor.gpu_bytes == 2 * critic + parameters.num_bytes - 16 * adapters
+    other = replace(config, models=replace(config.models, critic=make_config("1b").models.actor))
+    assert allocation(plan(other, machine(200)), "critic_parameters").num_bytes > 2 * 1_000_000_000
+
+
 def test_an_engine_has_memory_for_all_parts_of_a_layer_that_it_fuses(make_config):
     lora = LoraConfig(rank=8, target_modules=["k_proj", "down_proj"], sync="adapters")
     config = make_config("7b", models={"lora": lora}, memory={"swap": "off"}, rollout={"tensor_parallel_size": 2})
@@ -131,6 +148,30 @@ def test_an_engine_has_memory_for_all_parts_of_a_layer_that_it_fuses(make_config
     down = 8 * (18944 // 2 + 3584)
     expected = 2 * 7_615_616_512 // 2 + 2 * 28 * (fused + down)  # and its copy of half the base
     assert allocation(plan(config, machine(200, num_gpus=2)), "engine_weights").num_bytes == expected
+
+
+def test_replayed_experts_lie_beside_the_activations(make_config, tmp_path):
+    """3 of 8 experts in 2 layers: 16 bits for each token and layer, and 64 bits in each router."""
+    Qwen3MoeConfig(
+        vocab_size=1000,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=16,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=3,
+    ).save_pretrained(tmp_path)
+    models = {"actor": str(tmp_path)}
+    config = make_config("1b", models=models, rollout={"routing_replay": True, "kv_cache_memory_bytes": GIB})
+    found = [a for a in plan(config, machine()).allocations if a.name in ("routed experts", "actor routed experts")]
+    assert {min(p.value for p in a.phases): a.num_bytes for a in found} == {
+        "score": 8192 * 2 * 3 * (2 + 8),
+        "update_actor": 8192 * 2 * 3 * (2 + 8),
+    }
+    without = replace(config, rollout=replace(config.rollout, routing_replay=False))
+    assert not [a for a in plan(without, machine()).allocations if "routed" in a.name]
 
 
 def test_a_card_without_room_for_the_fused_kernels_takes_chunks_of_logits(make_config):
