@@ -176,7 +176,6 @@ def _check_rollout(config: Config) -> None:
     )
     slices, environment = config.update.sequence_parallel_size, config.environment.name
     if config.rollout.routing_replay:
-        check(engine == "vllm", f"rollout.routing_replay = true: needs rollout.engine = vllm, not {engine}")
         check(
             environment is None,
             "rollout.routing_replay = true: the experts of single responses alone are replayed, and environment.name = "

@@ -215,8 +215,8 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "rollout.tensor_parallel_size = 2: needs rollout.engine = vllm, not hf",
     ),
     (
-        {"rollout.routing_replay": True, "rollout.engine": "hf"},
-        "rollout.routing_replay = true: needs rollout.engine = vllm, not hf",
+        {"rollout.routing_replay": True, "update.sequence_parallel_size": 2},
+        "rollout.routing_replay = true: needs update.sequence_parallel_size = 1, not 2",
     ),
     (
         {"update.router_aux_loss_coef": 0.5, "update.sequence_parallel_size": 2},

@@ -14,7 +14,7 @@ from hybrid_rl.config import LoraConfig
 from hybrid_rl.engines import Generation, Request, RunConversations, Sampling
 from hybrid_rl.models.loading import load_dense
 from hybrid_rl.models.lora import adapter_factors, add_adapters
-from hybrid_rl.models.routing import corrections
+from hybrid_rl.models.routing import ChosenExperts, corrections
 from hybrid_rl.models.tokenizer import load_tokenizer
 from hybrid_rl.weights.bucket import AliasedWeights, Slot, open_ipc_bucket
 from hybrid_rl.weights.checksum import checksum
@@ -35,6 +35,7 @@ class HuggingFaceEngine:
         device: torch.device,
         aliased: AliasedWeights | None = None,
         adapters: LoraConfig | None = None,
+        returns_experts: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
         """Load the model.
@@ -43,8 +44,10 @@ class HuggingFaceEngine:
             model: folder or hub name of the model, and of its tokenizer if there are stop strings.
             aliased: the trainer's weights, which the parameters become views of; None for copies.
             adapters: settings of adapters that the engine gets beside the weights; None for none.
+            returns_experts: whether responses have the experts that computed them; see Generation.
             trust_remote_code: see ModelsConfig.
         """
+        self._returns_experts = returns_experts
         self.model = load_dense(model, dtype, trust_remote_code=trust_remote_code)
         self.model.to(device)
         self.parameters = dict(self.model.named_parameters()) | corrections(self.model)
@@ -80,7 +83,14 @@ class HuggingFaceEngine:
         for length in sorted({len(ids) for ids in prompts}):
             rows = [i for i, ids in enumerate(prompts) if len(ids) == length]
             generators = [self._generator(None if seeds is None else seeds[i]) for i in rows]
-            outputs = self._decode(torch.tensor([prompts[i] for i in rows], device=self._device), sampling, generators)
+            with ChosenExperts(self.model) as chosen:
+                ids = torch.tensor([prompts[i] for i in rows], device=self._device)
+                outputs = self._decode(ids, sampling, generators)
+            if self._returns_experts:
+                outputs = [
+                    replace(output, routed_experts=experts[: length + len(output.token_ids) - 1])
+                    for output, experts in zip(outputs, chosen.experts(len(rows)), strict=True)
+                ]
             results.update(zip(rows, outputs, strict=True))
         return [results[i] for i in range(len(prompts))]
 

@@ -71,6 +71,7 @@ def _start(
             device=world.device,
             aliased=aliased,
             adapters=adapters,
+            returns_experts=config.rollout.routing_replay,
             trust_remote_code=config.models.trust_remote_code,
         )
     from hybrid_rl.engines.vllm.engine import VllmEngine  # imports vLLM's dependencies, which takes seconds

@@ -122,6 +122,40 @@ class Routing:
         return torch.stack(found).mean() if found else None
 
 
+class ChosenExperts:
+    """Records the experts that the routers of a model choose in the forwards of the body."""
+
+    def __init__(self, model: Any) -> None:
+        """Take a Hugging Face model."""
+        self._routers = find_routers(model)
+        self._num_layers = model.config.get_text_config().num_hidden_layers
+        self._found: dict[int, list[Tensor]] = {layer: [] for layer in self._routers}
+
+    def __enter__(self) -> "ChosenExperts":
+        self._hooks = [
+            router.register_forward_hook(lambda *call, layer=layer: self._found[layer].append(call[2][2]))
+            for layer, router in self._routers.items()
+        ]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def experts(self, num_rows: int) -> Tensor:
+        """Return the experts [rows, tokens, layers, K] int16 of all forwards, each of which had all rows.
+
+        Layers without routers have zeros, as in vLLM.
+        """
+        found = {
+            layer: torch.cat([each.view(num_rows, -1, each.shape[-1]) for each in parts], dim=1)
+            for layer, parts in self._found.items()
+        }
+        like = next(iter(found.values()))
+        layers = [found.get(layer, torch.zeros_like(like)) for layer in range(self._num_layers)]
+        return torch.stack(layers, dim=2).to("cpu", torch.int16)
+
+
 def find_routers(model: nn.Module) -> dict[int, Any]:
     """Return the routers of a model whose experts transformers keeps in one tensor per layer, by decoder layer."""
     routers = {}

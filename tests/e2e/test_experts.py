@@ -14,15 +14,15 @@ from hybrid_rl.steps.logprobs import token_logprobs
 from hybrid_rl.steps.rollout import collect_rollouts
 from tests.models.families import FAMILIES, save_random
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def make_mixture(make_config, tiny, tmp_path):
     """Return the settings of a GRPO run of a random mixture of experts; keywords replace fields of a section."""
 
-    def make(family: str, **sections: dict) -> Config:
+    def make(family: str, num_experts: int | None = None, **sections: dict) -> Config:
         config = FAMILIES[family]()
+        if num_experts is not None:
+            config.num_experts, config.num_experts_per_tok = num_experts, num_experts // 8
         config.hidden_size = 64  # vLLM on a CPU has no heads of less than 32 dimensions
         if "qwen3" in family:
             config.head_dim = 32
@@ -40,6 +40,7 @@ def make_mixture(make_config, tiny, tmp_path):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family, mode, stage",
     [("qwen3-moe", "alias", 2), ("olmoe", "copy", 3), ("deepseek2", "alias", 2), ("deepseek3", "copy", 2)],
@@ -62,8 +63,9 @@ def gap(run: Run, batch: TrainBatch) -> float:
 def test_replayed_experts_lower_the_gap_in_bfloat16(make_mixture, read_run):
     config = make_mixture(
         "qwen3-moe",
+        num_experts=32,
         models={"dtype": "bfloat16"},
-        rollout={"routing_replay": True, "max_response_tokens": 24, "max_logprob_gap": 1.0},
+        rollout={"routing_replay": True, "engine": "hf", "max_response_tokens": 24, "max_logprob_gap": 1.0},
         update={"zero_stage": 2, "router_aux_loss_coef": 0.01},
     )
     run = build(config)
@@ -81,10 +83,11 @@ def test_replayed_experts_lower_the_gap_in_bfloat16(make_mixture, read_run):
                 step=9,
             )
         batch = make_train_batch(rollouts)
+        assert batch.routed_experts is not None
         replayed, free = gap(run, batch), gap(run, batch.with_fields(routed_experts=None))
         print("gap with replay", replayed, "without", free, "tokens", int(batch.response_mask.sum()))
         assert replayed < free
     finally:
         run.close()
     rows = read_run(config).metrics
-    assert all(1 <= row["actor/router_balance"] < 4 for row in rows)
+    assert all(1 <= row["actor/router_balance"] < 8 for row in rows)
