@@ -14,7 +14,9 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[1]
-PATHS = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+PATHS = {
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])])
+}
 """Environment in which a program finds the checkout's packages."""
 
 

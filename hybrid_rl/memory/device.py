@@ -109,10 +109,15 @@ class DeviceMemory:
                 self._timeline.counter("device_memory_plan", **self._planned[phase])
 
     def record_loading(self, tenant: str) -> None:
-        """Measure the memory in use when a tenant is built, before it is released; a counter of the timeline only."""
+        """Measure the most memory that building a tenant has needed, before it is released; for the timeline only.
+
+        What PyTorch's allocator has reserved and never used at once does not count.
+        """
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
-            self._timeline.counter("device_memory_loading", **{tenant: total - free - self._foreign_bytes})
+            unused = torch.cuda.memory_reserved(self._device) - torch.cuda.max_memory_allocated(self._device)
+            self._timeline.counter("device_memory_loading", **{tenant: total - free - unused - self._foreign_bytes})
+            torch.cuda.reset_peak_memory_stats(self._device)
 
     def record_peak(self, phase: str) -> None:
         """Measure the memory in use before a phase frees any; keeps the maximum if a step opens the phase twice.
