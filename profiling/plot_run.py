@@ -21,6 +21,9 @@ COLUMNS = [
     "rollout/response_length",
     "rollout/truncated",
     "rollout/logprob_gap",
+    "environment/turns",
+    "environment/tool_calls",
+    "environment/failed_tool_calls",
     "actor/entropy",
     "actor/clip_fraction",
     "tokens_per_s",
@@ -47,7 +50,7 @@ def main(run_dir: Path) -> None:
     if summary.exists():
         evaluated.append((rows[-1]["step"], json.loads(summary.read_text())["after"]["accuracy"]))
     if evaluated:
-        axes.plot(*zip(*evaluated, strict=True), "o-", label="exact accuracy, held out, greedy")
+        axes.plot(*zip(*evaluated, strict=True), "o-", label="accuracy on held-out prompts")
     axes.set(xlabel="step", title=f"{run_dir.name} on {left.device}")
     axes.grid(alpha=0.3)
     axes.legend()
