@@ -149,3 +149,11 @@ def test_an_error_of_a_copy_is_raised_by_the_wait(make_workers, tmp_path):
     with pytest.raises(IndexError):  # the plan has two buckets
         copies.wait()
     copies.close()
+
+
+def test_workers_end_a_copy_without_an_error_when_the_trainer_closes_its_pipes(make_workers, tmp_path):
+    workers = make_workers(2)
+    copies, _ = open_copies(workers, tmp_path, stall_timeout_s=60.0)
+    copies.start(0)
+    copies.close()
+    copies.wait()  # raises what a worker has raised

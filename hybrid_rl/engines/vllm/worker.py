@@ -5,6 +5,7 @@ import gc
 import os
 import pickle
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
@@ -88,17 +89,20 @@ class WorkerExtension:
     def hybrid_load_buckets(self) -> None:
         """Copy each bucket whose number arrives in the pipe, and answer when it is copied; end at an empty message.
 
+        A trainer that closes the pipe has given up the weight sync; the worker then ends it without an error.
+
         Raises:
             Exception: the first error of a copy; no bucket is copied after it.
         """
         error: Exception | None = None
-        while message := self._pipe.recv_bytes():
-            try:
-                if not error:
-                    self._copy(int.from_bytes(message, "little"))
-            except Exception as caught:
-                error = caught
-            self._pipe.send_bytes(message)
+        with suppress(EOFError, ConnectionError):
+            while message := self._pipe.recv_bytes():
+                try:
+                    if not error:
+                        self._copy(int.from_bytes(message, "little"))
+                except Exception as caught:
+                    error = caught
+                self._pipe.send_bytes(message)
         if error:
             raise error
 
