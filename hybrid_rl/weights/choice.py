@@ -11,6 +11,8 @@ ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks for which vLLM allocates the memory of an adapter; a smaller rank is padded with zeros."""
 
 
+_JOINED = frozenset({"Glm4ForCausalLM"})
+"""Architectures whose model has one layer where vLLM's table of fused layers names two."""
 _ADAPTER_PREFIX = "base_model.model."
 
 
@@ -92,6 +94,8 @@ def _why_not_served(config: Config, architecture: str, tensors: Sequence[NamedSh
     rank, largest = config.models.lora.rank, ADAPTER_RANKS[-1]
     if rank > largest:
         return f"models.lora.rank = {rank}: vLLM serves adapters up to rank {largest}"
+    if architecture in _JOINED:
+        return f"{architecture} joins gate and up projections, and vLLM takes their adapters apart only"
     if any(".experts." in name for name, _, _ in tensors):
         return f"{architecture} has experts, for which vLLM beside adapters needs kernels that a CPU does not have"
     return ""

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +82,7 @@ def live(
     lora, stage, num_matrices = CASES[request.param]
     config = make_config(tmp_path_factory.mktemp("runs"), rollout={"engine": "vllm"}, update={"zero_stage": stage})
     models = config.models
-    object.__setattr__(config, "models", type(models)(actor=models.actor, reward=models.reward, lora=lora))
-    run = build(config)
+    run = build(replace(config, models=replace(models, critic=models.actor, lora=lora)))
     live = Live(run=run, is_aliased=request.param == "aliased", num_matrices=num_matrices, base=read_base(run))
     sync = run.weight_sync.sync
 
@@ -156,6 +155,18 @@ def test_the_first_lines_say_what_the_engine_gets(live: Live):
     (line,) = re.findall(r"rollout engine: vLLM, .*", (live.run.config.run_dir / "log.txt").read_text())
     base = "shared base" if live.is_aliased else "copies of the trainer's base (update.zero_stage = 3"
     assert f"adapters, {base}" in line
+
+
+def test_a_critic_that_starts_from_the_actor_has_its_base(live: Live):
+    """Both bases are frozen; with ZeRO-3 each is in shards of its own."""
+    line = f"critic: {NUM_BASE} of its {NUM_BASE} frozen tensors are the actor's"
+    assert (line in (live.run.config.run_dir / "log.txt").read_text()) == live.is_aliased
+    assert live.run.critic is not None
+    places = [
+        {p.untyped_storage().data_ptr() for p in engine.model.parameters() if not p.requires_grad}
+        for engine in (live.run.actor, live.run.critic)
+    ]
+    assert (places[0] == places[1]) == live.is_aliased
 
 
 def test_conversations_use_the_adapter(live: Live, tmp_path: Path):

@@ -35,7 +35,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from hybrid_rl.config import Config, ModelsConfig, RolloutConfig
+from hybrid_rl.config import Config, LoraConfig, ModelsConfig, RolloutConfig
 from hybrid_rl.distributed import World, join_world
 from hybrid_rl.engines import Generation, Sampling
 from hybrid_rl.engines.vllm.arguments import engine_arguments
@@ -122,7 +122,9 @@ def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> N
 
 
 @contextmanager
-def engine(folder: Path, dtype: torch.dtype, aliased: AliasedWeights | None) -> Iterator[Any]:
+def engine(
+    folder: Path, dtype: torch.dtype, aliased: AliasedWeights | None, adapters: LoraConfig | None = None
+) -> Iterator[Any]:
     """Yield a vllm.LLM with the arguments of a run, in this process; its memory is free afterwards."""
     import vllm
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -132,9 +134,8 @@ def engine(folder: Path, dtype: torch.dtype, aliased: AliasedWeights | None) -> 
     )
     with engine_environment():
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        arguments = engine_arguments(
-            str(folder), config, dtype=dtype, max_model_len=96, can_sleep=False, seed=0, aliased=aliased, gpus=()
-        )
+        start: dict[str, Any] = {"max_model_len": 96, "can_sleep": False, "seed": 0, "gpus": (), "adapters": adapters}
+        arguments = engine_arguments(str(folder), config, dtype=dtype, aliased=aliased, **start)
         llm = vllm.LLM(**arguments)
     yield llm
     llm.llm_engine.engine_core.shutdown()

@@ -74,6 +74,12 @@ def test_a_rank_beyond_vllms_is_merged_or_refused_by_a_sentence():
     assert choose(rank=513, rollout=RolloutConfig(engine="hf")).sends_adapters
 
 
+def test_layers_that_vllm_takes_apart_are_merged_or_refused_by_a_sentence():
+    assert "Glm4ForCausalLM joins gate and up projections" in choose(architecture="Glm4ForCausalLM").why_merged
+    with pytest.raises(ConfigError, match=r"models\.lora\.sync = adapters: Glm4ForCausalLM joins .*use merged"):
+        choose(lora="adapters", architecture="Glm4ForCausalLM")
+
+
 def test_experts_are_merged_or_refused_by_a_sentence():
     tensors = [*TENSORS, ("model.layers.0.mlp.experts.gate_up_proj", (2, 4, 4), torch.float32)]
     auto, adapters = (Config(models=ModelsConfig(lora=LoraConfig(rank=4, sync=sync))) for sync in ("auto", "adapters"))

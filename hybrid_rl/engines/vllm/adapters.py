@@ -69,15 +69,21 @@ class AdapterSlot:
             slots: places of the matrices, named as in peft's files.
 
         Raises:
-            RuntimeError: vLLM has no layer for a matrix, or computes what it stores from it; by name.
+            RuntimeError: vLLM cannot load the adapter, has no layer for a matrix, or computes what it stores from it.
         """
         self._manager = runner.lora_manager._adapter_manager
         self._slots = {slot.name: slot for slot in slots}
         self._buffers = list(_buffers(self._manager.modules.values()))
         for buffer in self._buffers:  # memory that a sleep of the engine has dropped
             buffer.zero_()
-        with CopyRecorder(bucket, copies=True) as recorder:
-            self._register(runner, {slot.name: slot.view(bucket) for slot in slots})
+        try:
+            with CopyRecorder(bucket, copies=True) as recorder:
+                self._register(runner, {slot.name: slot.view(bucket) for slot in slots})
+        except Exception as error:  # vLLM's loading raises whatever fails in it
+            raise RuntimeError(
+                f"vLLM cannot load the adapters of {type(runner.model).__name__}: {type(error).__name__}: {error}; "
+                "use models.lora.sync = merged"
+            ) from error
         self._pairs = self._sorted(recorder.seen, bucket)
         self._check_complete()
         self._targets = [target for pairs in self._pairs.values() for target, _ in pairs]
