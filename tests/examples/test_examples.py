@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 
 from hybrid_rl.config import Config, ConfigError
+from hybrid_rl.data.tool_texts import TextFormat
 from hybrid_rl.demo import EOS
 from hybrid_rl.environments.protocol import check_reset, check_step
 from hybrid_rl.examples.building import FOLDER, build_example, resolve_examples
 from hybrid_rl.examples.calculator import Calculator
 from hybrid_rl.examples.guessing import Guessing
 from hybrid_rl.examples.transcripts import EXAMPLES, NUM_GUESSES, NUM_MOVES
+from hybrid_rl.examples.worked_products import EXAMPLES as EXAMPLE_PRODUCTS
+from hybrid_rl.examples.worked_products import QUESTION, WorkedProducts
 from hybrid_rl.validate import validate
 from launch.settings import make_parser, read_settings
 from tests.programs import ROOT
@@ -60,6 +63,28 @@ def test_a_wrong_product_and_a_call_that_fails_have_no_reward():
     step = check_step(question.step(call(12, '"x"')))
     assert step.info["num_failed_tool_calls"] == 1 and step.observation[0]["content"].startswith("error: ")
     assert check_step(question.step({"role": "assistant", "content": "40"})).reward == 0.0
+
+
+def test_worked_products_stand_before_the_question_in_the_text_protocol():
+    question = WorkedProducts()
+    prompt = [{"role": "user", "content": QUESTION.format(a=20, b=30)}]
+    reset = check_reset(question.reset({"prompt_messages": prompt, "answer": "600"}))
+    messages, tools = TextFormat(has_system=True).prompt(list(reset.observation), list(reset.tools or []))
+    assert tools is None and messages[-1] == prompt[0] and len(messages) == 2 + 4 * len(EXAMPLE_PRODUCTS)
+    first = messages[1:5]
+    assert first[1]["content"] == '<tool_call>{"name": "multiply", "arguments": {"a": 12, "b": 34}}</tool_call>'
+    assert [message["role"] for message in first] == ["user", "assistant", "user", "assistant"]
+    assert first[2]["content"] == "<tool_response>408</tool_response>" and "408" in first[3]["content"]
+    assert check_step(question.step(call(20, 30))).observation[0]["content"] == "600"
+    last = check_step(question.step({"role": "assistant", "content": "The result of 20 * 30 is 600."}))
+    assert (last.reward, last.done) == (1.0, True)
+
+
+@pytest.mark.parametrize("answer", ["The result is 60.", "600 is 20 * 30", "I cannot say."])
+def test_the_last_number_of_a_worked_product_must_be_right(answer):
+    question = WorkedProducts()
+    question.reset({"prompt_messages": [{"role": "user", "content": "20 * 30"}], "answer": "600"})
+    assert check_step(question.step({"role": "assistant", "content": answer})).reward == 0.0
 
 
 def test_the_grid_world_is_solved_by_the_moves_that_its_text_names():
