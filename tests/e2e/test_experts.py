@@ -27,11 +27,15 @@ def make_mixture(make_config, tiny, tmp_path):
         if "qwen3" in family:
             config.head_dim = 32
         save_random(AutoModelForCausalLM, config, tmp_path / family, tiny / "policy")
-        (tmp_path / "rewards.py").write_text("def length(prompt, response):\n    return float(len(response))\n")
+        (tmp_path / "rewards.py").write_text(
+            score="def letters(prompt, response):\n    return float(sum(map(ord, response)) % 7)\n"(
+                tmp_path / "rewards.py"
+            ).write_text(score)
+        )
         settings = {
             "models": {"actor": str(tmp_path / family), "reward": None},
             "rollout": {"engine": "vllm"},
-            "reward": {"functions": [f"{tmp_path / 'rewards.py'}:length"]},
+            "reward": {"functions": [f"{tmp_path / 'rewards.py'}:letters"]},
             "advantage": {"estimator": "grpo", "kl_coef": 0.0},
         }
         merged = {name: settings.get(name, {}) | sections.get(name, {}) for name in settings | sections}
