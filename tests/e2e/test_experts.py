@@ -27,11 +27,8 @@ def make_mixture(make_config, tiny, tmp_path):
         if "qwen3" in family:
             config.head_dim = 32
         save_random(AutoModelForCausalLM, config, tmp_path / family, tiny / "policy")
-        (tmp_path / "rewards.py").write_text(
-            score="def letters(prompt, response):\n    return float(sum(map(ord, response)) % 7)\n"(
-                tmp_path / "rewards.py"
-            ).write_text(score)
-        )
+        score = "def letters(prompt, response):\n    return float(sum(map(ord, response)) % 7)\n"
+        (tmp_path / "rewards.py").write_text(score)
         settings = {
             "models": {"actor": str(tmp_path / family), "reward": None},
             "rollout": {"engine": "vllm"},
