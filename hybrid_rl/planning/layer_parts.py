@@ -150,7 +150,7 @@ def norm_elements(model: nn.Module, *, hidden_size: int, head_size: int, num_hea
         if size == head_size and leaf.startswith(("q_", "query_")):
             size *= num_heads
         elif size == head_size and leaf.startswith(("k_", "key_")):
-            owner = model.get_submodule(name.rpartition(".")[0])
-            size = owner.k_proj.out_features if isinstance(getattr(owner, "k_proj", None), nn.Linear) else size
+            projection = getattr(model.get_submodule(name.rpartition(".")[0]), "k_proj", None)
+            size = projection.out_features if isinstance(projection, nn.Linear) else size
         counts[layer] = counts.get(layer, 0) + size
     return max(counts.values(), default=2 * hidden_size)

@@ -106,7 +106,8 @@ def test_a_start_that_needs_more_host_memory_than_a_node_has_does_not_fit(run_fo
     needed = 8 * 2 * 7_615_616_512  # each rank loads the model in host memory, and nothing is pinned
     ended = run_forked(*command, "--host-memory", str(needed - 1))
     assert ended.code == 1, ended.output
-    assert f"does not fit: the start needs {needed:,} bytes (113.5 GiB) of host memory per node" in ended.output
+    moment = "the start, at actor, moved into the shared buffer,"
+    assert f"does not fit: {moment} needs {needed:,} bytes (113.5 GiB) of host memory per node" in ended.output
     assert run_forked(*command, "--host-memory", str(needed)).code == 0
 
 
