@@ -190,3 +190,41 @@ def test_engine_and_trainer_agree_on_the_sampled_tokens_of_every_turn(make_confi
     (row,) = train_here(config).metrics
     assert row["environment/turns"] == 3 and 0 < row["environment/sampled_share"] < 1
     assert row["rollout/logprob_gap"] < 1e-4
+
+
+@pytest.mark.slow
+def test_one_engine_over_two_ranks_has_the_conversations_of_an_engine_on_one(
+    make_config, lent_engine, train_here, launch, read_run, tmp_path
+):
+    """Three prompts, so that one rank has two of them; the environments of the first rank answer both."""
+
+    def config(size: int):
+        (tmp_path / str(size)).mkdir()
+        return make_config(
+            tmp_path / str(size),
+            reward={"functions": []},
+            environment={"name": write(tmp_path, THREE_TURNS), "max_turn_tokens": 3},
+            rollout={
+                "engine": "vllm",
+                "tensor_parallel_size": size,
+                "rollout_batch_size": 3,
+                "group_size": 2,
+                "max_response_tokens": 20,
+            },
+            update={"mini_batch_size": 6, "micro_batch_tokens": 48},
+            sync={"mode": "copy"},
+        )
+
+    one, two = config(1), config(2)
+    ended = launch(two, "--num_processes", "2")
+    assert ended.code == 0, ended.output
+    assert not ended.survivors
+    expected, found = train_here(one), read_run(two)
+    for rows, wanted in zip(found.rollouts, expected.rollouts, strict=True):
+        assert [(row["prompt_id"], row["turns"]) for row in rows] == [
+            (row["prompt_id"], row["turns"]) for row in wanted
+        ]
+    for row, wanted in zip(found.metrics, expected.metrics, strict=True):
+        assert row["environment/turns"] == 3 and row["rollout/logprob_gap"] < 1e-4
+        shown = without(row, "environment/seconds")
+        assert shown == pytest.approx(without(wanted, "environment/seconds"), rel=1e-3, abs=1e-5)
