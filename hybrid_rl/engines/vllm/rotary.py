@@ -1,5 +1,7 @@
 """Rotary embeddings of a vLLM model whose modules were built on the host, computed again on the engine's device."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +20,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
             _compute_tables(module)
 
 
-def _compute_tables(module: nn.Module) -> None:
+def _compute_tables(module: Any) -> None:
     """Compute the tables of one module on the default device; other modules than rotary embeddings have none."""
     if hasattr(module, "long_short_cos_sin_cache"):  # Phi-3 and Phi-4 with LongRoPE
         module.long_short_cos_sin_cache.copy_(_long_and_short(module))
@@ -29,7 +31,7 @@ def _compute_tables(module: nn.Module) -> None:
             module._buffers[name] = tensor
 
 
-def _long_and_short(module: nn.Module) -> Tensor:
+def _long_and_short(module: Any) -> Tensor:
     """Return the table for short contexts, followed by the one for long contexts."""
     positions = (module.original_max_position_embeddings, module.max_position_embeddings)
     factors, scales = (module.short_factor, module.long_factor), (module.short_mscale, module.long_mscale)
