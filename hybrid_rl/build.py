@@ -218,8 +218,9 @@ def build_models(setup: Setup, *, steps_done: int) -> Run:
     engine, actor, weight_sync = build_policy(setup)
     ema = build_ema(setup, actor)  # copies the actor's weights, so before the actor is released
     admit_parameters(setup, "actor", actor, is_aliased=setup.aliases_weights)
-    is_shared = setup.shares_critic and isinstance(weight_sync, AdapterSync)
-    critic = build_critic(setup, weight_sync.alias_buffer if is_shared else None)
+    is_shared = setup.shares_critic
+    shared = weight_sync.alias_buffer if is_shared and isinstance(weight_sync, AdapterSync) else None
+    critic = build_critic(setup, shared)
     is_varlen = all(engine.module.uses_varlen for engine in (actor, critic) if engine)
     num_bytes = sum(engine.checkpoint_bytes for engine in (actor, critic) if engine)
     saver = make_saver(

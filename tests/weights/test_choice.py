@@ -80,6 +80,14 @@ def test_layers_that_vllm_takes_apart_are_merged_or_refused_by_a_sentence():
         choose(lora="adapters", architecture="Glm4ForCausalLM")
 
 
+def test_a_vllm_before_the_tested_one_gets_merged_weights(monkeypatch):
+    monkeypatch.setattr("hybrid_rl.weights.choice._vllm_version", lambda: "0.26.0")
+    assert choose().why_merged == "vLLM 0.26.0: adapters from memory are tested with vLLM 0.32 and later"
+    with pytest.raises(ConfigError, match=r"models\.lora\.sync = adapters: vLLM 0\.26\.0: .*use merged"):
+        choose(lora="adapters")
+    assert choose(rollout=RolloutConfig(engine="hf")).sends_adapters
+
+
 def test_experts_are_merged_or_refused_by_a_sentence():
     tensors = [*TENSORS, ("model.layers.0.mlp.experts.gate_up_proj", (2, 4, 4), torch.float32)]
     auto, adapters = (Config(models=ModelsConfig(lora=LoraConfig(rank=4, sync=sync))) for sync in ("auto", "adapters"))
