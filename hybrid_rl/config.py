@@ -146,8 +146,8 @@ class RolloutConfig:
     prefix_caching: bool = True
     """Reuse the KV cache of equal prompt prefixes, such as those within a group."""
     routing_replay: bool = False
-    """Train a mixture of experts with the experts that the engine chose for each token, so that rounding does not make engine
-    and trainer choose others. The reference chooses its own."""
+    """Train a mixture of experts with the experts that the engine chose for each token, so that rounding does not make
+    engine and trainer choose others. The reference chooses its own."""
     max_logprob_gap: float | None = None
     """Mean |engine - trainer| log-prob of sampled tokens above which the run exits; null is 1e-3 in float32, else
     0.1."""

@@ -92,7 +92,9 @@ def _why_merged(config: Config, why_copies: str, architecture: str, tensors: Seq
         return "models.lora.sync = merged"
     obstacle = _why_not_served(config, architecture, tensors) if config.rollout.engine == "vllm" else ""
     check(lora.sync == "auto" or not obstacle, f"models.lora.sync = adapters: {obstacle}; use merged")
-    return obstacle or ("" if lora.sync == "adapters" else why_copies)
+    if obstacle or lora.sync == "adapters":
+        return obstacle
+    return why_copies or (_why_not_tested() if config.rollout.engine == "vllm" else "")
 
 
 def _why_not_served(config: Config, architecture: str, tensors: Sequence[NamedShape]) -> str:
@@ -100,13 +102,19 @@ def _why_not_served(config: Config, architecture: str, tensors: Sequence[NamedSh
     rank, largest = config.models.lora.rank, ADAPTER_RANKS[-1]
     if rank > largest:
         return f"models.lora.rank = {rank}: vLLM serves adapters up to rank {largest}"
-    if (version := _vllm_version()) and Version(version) < Version(_FIRST_VLLM):
-        return f"vLLM {version}: adapters from memory are tested with vLLM {_FIRST_VLLM} and later"
     if architecture in _JOINED:
         return f"{architecture} joins gate and up projections, and vLLM takes their adapters apart only"
     if any(".experts." in name for name, _, _ in tensors):
         return f"{architecture} has experts, for which vLLM beside adapters needs kernels that a CPU does not have"
     return ""
+
+
+def _why_not_tested() -> str:
+    """Return that adapters have not been tested with the installed vLLM; empty if they have, or without vLLM."""
+    version = _vllm_version()
+    if version is None or Version(version) >= Version(_FIRST_VLLM):
+        return ""
+    return f"vLLM {version}: adapters from memory are tested with vLLM {_FIRST_VLLM} and later"
 
 
 def _vllm_version() -> str | None:

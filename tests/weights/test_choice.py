@@ -80,11 +80,10 @@ def test_layers_that_vllm_takes_apart_are_merged_or_refused_by_a_sentence():
         choose(lora="adapters", architecture="Glm4ForCausalLM")
 
 
-def test_a_vllm_before_the_tested_one_gets_merged_weights(monkeypatch):
+def test_a_vllm_before_the_tested_one_gets_adapters_only_where_the_settings_ask_for_them(monkeypatch):
     monkeypatch.setattr("hybrid_rl.weights.choice._vllm_version", lambda: "0.26.0")
     assert choose().why_merged == "vLLM 0.26.0: adapters from memory are tested with vLLM 0.32 and later"
-    with pytest.raises(ConfigError, match=r"models\.lora\.sync = adapters: vLLM 0\.26\.0: .*use merged"):
-        choose(lora="adapters")
+    assert choose(lora="adapters").sends_adapters
     assert choose(rollout=RolloutConfig(engine="hf")).sends_adapters
 
 

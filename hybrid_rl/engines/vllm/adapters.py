@@ -96,7 +96,6 @@ class AdapterSlot:
 
         first = next(iter(tensors.values()))
         rank = min(first.shape)
-        mapper: Any = getattr(runner.model, "hf_to_vllm_mapper", None)
         # The trainer multiplies the scale into the second factor, so that here it is 1.
         adapter = LoRAModel.from_lora_tensors(
             lora_model_id=_ID,
@@ -104,7 +103,7 @@ class AdapterSlot:
             peft_helper=PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),
             device=str(first.device),
             dtype=first.dtype,
-            weights_mapper=mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper,
+            weights_mapper=_renaming(getattr(runner.model, "hf_to_vllm_mapper", None)),
         )
         self._manager.remove_all_adapters()
         self._manager.add_adapter(adapter)
@@ -153,6 +152,14 @@ class AdapterSlot:
             offset = int(source.storage_offset()) - start
             held[name].append(((tuple(source.shape), tuple(source.stride()), offset), total))
         return held
+
+
+def _renaming(mapper: Any) -> Any:
+    """Return what renames weights as vLLM's mapper of a model does, without fusing layers; None for no mapper."""
+    for name in ("get_rename_mapper", "get_unstacked_mapper"):  # the second one in vLLM 0.26
+        if hasattr(mapper, name):
+            return getattr(mapper, name)()
+    return mapper
 
 
 def _buffers(modules: Iterable[Any]) -> Iterator[Tensor]:

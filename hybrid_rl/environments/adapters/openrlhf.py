@@ -118,7 +118,7 @@ def load_agent_file(path: str) -> AgentFile:
     file, _ = split_name(f"{path}:AgentExecutor", field=FIELD)
     check(not _generates_by_itself(file), f"{FIELD} = {path}: {file} {OWN_LOOP}")
     openrlhf_modules.install()
-    made, file, _ = load_object(f"{path}:AgentExecutor", field=FIELD)
+    made, _, _ = load_object(f"{path}:AgentExecutor", field=FIELD)
     try:
         executor = made()
     except Exception as error:
