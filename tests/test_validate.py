@@ -216,11 +216,13 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"rollout.routing_replay": True, "update.sequence_parallel_size": 2},
-        "rollout.routing_replay = true: needs update.sequence_parallel_size = 1, not 2, with which no rank routes whole sequences",
+        "rollout.routing_replay = true: needs update.sequence_parallel_size = 1"
+        ", not 2, with which no rank routes whole sequences",
     ),
     (
         {"update.router_aux_loss_coef": 0.5, "update.sequence_parallel_size": 2},
-        "update.router_aux_loss_coef = 0.5: needs update.sequence_parallel_size = 1, not 2, with which no rank routes whole sequences",
+        "update.router_aux_loss_coef = 0.5: needs update.sequence_parallel_size = 1"
+        ", not 2, with which no rank routes whole sequences",
     ),
     (
         {"update.tensor_parallel_size": 2, "update.zero_stage": 3},

@@ -122,7 +122,7 @@ def engine_footprint(shape: ModelShape, sharding: Sharding, *, num_trained: int)
         gathered_bytes=b * min(total, max(PREFETCH_ELEMENTS, in_transit)) * is_gathering,
         step_bytes=step,
         host_bytes=20 * shard if is_on_host else 0,
-        initial_gradient_bytes=0 if is_on_host else 4 * shard,
+        initial_gradient_bytes=0 if is_on_host else 4 * (min(shard, LIVE_ELEMENTS) if stage == 3 else shard),
     )
 
 

@@ -111,7 +111,7 @@ def trained_bytes(loaded_bytes: int, part: Footprint) -> int:
     """Return the bytes of a training engine on a GPU when it is made.
 
     They are the larger of two sums: what loading takes, and the parameters with the optimizer's states and the
-    gradients with which DeepSpeed creates them, 4 T / W.
+    gradients with which DeepSpeed creates them.
 
     Args:
         loaded_bytes: bytes while the model loads.
