@@ -1,5 +1,6 @@
 """Waits on an engine end when one of its processes ends or stalls; small processes stand for vLLM's."""
 
+import logging
 import multiprocessing
 import os
 import queue
@@ -15,7 +16,14 @@ import pytest
 from hybrid_rl.engines import Request, Sampling
 from hybrid_rl.engines.vllm import watch as watch_module
 from hybrid_rl.engines.vllm.folder import EngineFolder
-from hybrid_rl.engines.vllm.lifetime import FOLDER, REPORT, ignore_signals_of_others, report_ended_workers
+from hybrid_rl.engines.vllm.lifetime import (
+    CORE_LOGGER,
+    FOLDER,
+    REPORT,
+    ignore_signals_of_others,
+    is_no_cancelled_call,
+    report_ended_workers,
+)
 from hybrid_rl.engines.vllm.processes import EngineProcesses, how_it_ended
 from hybrid_rl.engines.vllm.stream import open_stream
 from hybrid_rl.engines.vllm.watch import EngineWatch
@@ -254,6 +262,22 @@ def test_the_exit_code_of_a_worker_comes_from_the_core_process(tmp_path):
         EngineWatch(processes, stall_timeout_s=60.0).call(NEVER, "generate 1 responses")
     processes.end(0.0)
     processes.close()
+
+
+def test_a_call_that_vllm_cancels_after_the_end_of_a_worker_is_not_logged(caplog):
+    logger = logging.getLogger(CORE_LOGGER)
+    logger.addFilter(is_no_cancelled_call)
+    try:
+        for message in ("cancelled", "a tensor is missing"):
+            try:
+                raise RuntimeError(message)
+            except RuntimeError:
+                logger.exception("Invocation of %s method failed", "collective_rpc")
+        logger.error("plain")
+    finally:
+        logger.removeFilter(is_no_cancelled_call)
+    found = [str(record.exc_info[1]) if record.exc_info else record.message for record in caplog.records]
+    assert found == ["a tensor is missing", "plain"]
 
 
 def core_with_handler(folder: str, path: str) -> None:

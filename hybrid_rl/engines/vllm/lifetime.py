@@ -19,6 +19,8 @@ from hybrid_rl.engines.vllm.shared_memory import mapped_shared_memory, remove_sh
 
 TRAINER_PID, FOLDER, REPORT = "HYBRID_RL_TRAINER_PID", "HYBRID_RL_ENGINE_FOLDER", "HYBRID_RL_ENDED_WORKERS"
 """Environment variables of an engine's processes: id of the trainer, the engine's folder, file of exit codes."""
+CORE_LOGGER, _CANCELLED = "vllm.v1.engine.core", "cancelled"
+"""Logger of vLLM's core process, and the message of the error with which it cancels calls of its workers."""
 _WORKER_DELAY_S = 0.5
 """How much later than the core process its workers end: it would report their end as an error, in many lines."""
 
@@ -102,6 +104,7 @@ def report_ended_workers() -> None:
     workers = {worker.sentinel: worker for worker in multiprocessing.active_children()}
     if not workers or REPORT not in os.environ:
         return
+    logging.getLogger(CORE_LOGGER).addFilter(is_no_cancelled_call)
     file = open(os.environ[REPORT], "a", buffering=1)  # noqa: SIM115
 
     def watch() -> None:
@@ -111,6 +114,15 @@ def report_ended_workers() -> None:
                 file.write(f"{worker.pid} {_exit_code(worker)}\n")
 
     threading.Thread(target=watch, name="report_ended_workers", daemon=True).start()
+
+
+def is_no_cancelled_call(record: logging.LogRecord) -> bool:
+    """Return whether a record is about anything but a call that vLLM cancels because a worker has ended.
+
+    The trainer reports that worker in one sentence, and vLLM's record is a traceback.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, RuntimeError) and str(error) == _CANCELLED)
 
 
 def _exit_code(worker: BaseProcess) -> int:
