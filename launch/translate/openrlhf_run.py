@@ -147,8 +147,14 @@ MODELS = (
     lost("ds.lora.dropout lora_dropout", finite, 0, "adapters have no dropout"),
     maps("train.enable_ema enable_ema", bool, False, "models.ema_decay"),
     maps("train.ema_beta ema_beta", finite, 0.992, "models.ema_decay"),
-    lost("ds.experts_implementation", str, None, "no mixture of experts"),
-    lost("actor.aux_loss_coef aux_loss_coef", finite, 0, "no mixture of experts, so no balancing loss"),
+    missing("ds.experts_implementation", str, None, "transformers chooses how experts are computed"),
+    maps(
+        "actor.aux_loss_coef aux_loss_coef",
+        finite,
+        0,
+        "update.router_aux_loss_coef",
+        note="transformers sums over the experts of a token, here is their mean: multiply by their number",
+    ),
     maps(
         "train.agent_func_path agent_func_path",
         str,

@@ -146,12 +146,12 @@ ALGORITHM = (
             "vespo_lambda_neg",
         )
     ),
-    lost(
+    maps(
         "router_aux_loss_coef",
         finite,
         0.001,
-        "there is no mixture of experts",
-        when=lambda c: "router_aux_loss_coef" in c.given,
+        "update.router_aux_loss_coef",
+        note="transformers sums over the experts of a token, here is their mean: multiply by their number",
     ),
 )
 

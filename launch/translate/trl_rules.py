@@ -266,6 +266,9 @@ RULES: Mapping[str, Callable[[Command], Any]] = {
     "update.clip_low": lambda c: 1.0 if c["loss_type"] == "cispo" else c["epsilon"],
     "update.clip_high": _clip_high,
     "update.aggregation": _aggregation,
+    "update.router_aux_loss_coef": lambda c: (
+        c["router_aux_loss_coef"] if "router_aux_loss_coef" in c.given else KEEP_DEFAULT  # for a mixture of experts
+    ),
     "update.correction": _correction,
     "update.correction_low": lambda c: _bound(c, "clip_min", 0.0),
     "update.correction_high": lambda c: _bound(c, "clip_max", UNBOUNDED),

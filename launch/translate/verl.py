@@ -37,7 +37,6 @@ AGGREGATIONS = {
 SCHEDULES = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
 TOKENS = "forwards are packed by update.micro_batch_tokens, and the result does not depend on it"
 OTHER_LOSSES = "only policy losses that are missing here read it"
-NO_EXPERTS = "there is no mixture of experts"
 SHARDED = "shards are DeepSpeed's, by update.zero_stage"
 
 ALGORITHM = (
@@ -274,7 +273,7 @@ PARALLEL = (
         1,
         "there are no pipeline stages; update.zero_stage = 3 or update.tensor_parallel_size splits the model",
     ),
-    refused(f"{MEGATRON}.expert_model_parallel_size", count, 1, NO_EXPERTS),
+    refused(f"{MEGATRON}.expert_model_parallel_size", count, 1, "there is no expert parallelism"),
     missing(f"{MEGATRON}.*", str, None, "Megatron is missing here; DeepSpeed trains the models", num_values=None),
     missing(
         "actor_rollout_ref.ref.*",
@@ -297,8 +296,14 @@ PARALLEL = (
     moot(f"{ACTOR}.use_remove_padding", bool, "sequences are always packed"),
     moot(f"{ACTOR}.use_fused_kernels", bool, "models.fused_layers = auto takes Liger where it is installed"),
     moot(f"{ACTOR}.freeze_vision_tower", bool, "models read text only"),
-    refused(f"{ACTOR}.router_replay.mode", str, "disabled", NO_EXPERTS),
-    moot(f"{ACTOR}.router_replay.*", str, NO_EXPERTS, num_values=None),
+    maps(
+        f"{ACTOR}.router_replay.mode",
+        str,
+        "disabled",
+        "rollout.routing_replay",
+        choices={"disabled": False, "R3": True},
+    ),
+    moot(f"{ACTOR}.router_replay.*", str, "choices of experts are not written to files", num_values=None),
     missing(f"{ACTOR}.profiler.*", str, None, "run.profile_steps profiles whole steps", num_values=None),
     maps(
         f"{ACTOR}.checkpoint.save_contents {ACTOR}.checkpoint.contents",

@@ -151,7 +151,7 @@ ROLLOUT_ARGUMENTS = (
     lost(f"{ROLLOUT}.ignore_eos", bool, False, "a response ends at EOS"),
     maps(f"{ROLLOUT}.tensor_model_parallel_size", count, 2, "rollout.tensor_parallel_size"),
     missing(f"{ROLLOUT}.data_parallel_size", count, 1, "every rollout.tensor_parallel_size GPUs have an engine"),
-    refused(f"{ROLLOUT}.expert_parallel_size", count, 1, "there is no mixture of experts"),
+    refused(f"{ROLLOUT}.expert_parallel_size", count, 1, "there is no expert parallelism"),
     maps(
         f"{ROLLOUT}.gpu_memory_utilization",
         finite,
@@ -172,7 +172,7 @@ ROLLOUT_ARGUMENTS = (
     refused(f"{ROLLOUT}.agent.default_agent_loop", str, "single_turn_agent", NO_TURNS),
     lost(f"{ROLLOUT}.multi_turn.*", str, None, NO_TURNS, num_values=None),
     lost(f"{ROLLOUT}.agent.*", str, None, NO_TURNS, num_values=None),
-    refused(f"{ROLLOUT}.enable_rollout_routing_replay", bool, False, "there is no mixture of experts"),
+    moot(f"{ROLLOUT}.enable_rollout_routing_replay", bool, "rollout.routing_replay asks the engine for its experts"),
     missing(f"{ROLLOUT}.pipeline_model_parallel_size", count, 1, "there are no pipeline stages"),
     moot(f"{ROLLOUT}.layer_name_map.*", str, "names of tensors follow the model's architecture", num_values=None),
     moot(f"{ROLLOUT}.logprobs_mode", str, "log-probs are taken after rollout.temperature, as in verl by default"),
