@@ -249,8 +249,7 @@ def test_first_lines_on_a_cpu(config):
         "critic, reward: LlamaForSequenceClassification in float32, attention sdpa, no fused layers",
         "adapters of rank 2 in actor and critic",
         "log-probs, losses and advantages: PyTorch",
-        "rollout engine: transformers, in the trainer's process, one per rank, copies of the trainer's weights "
-        f"({prepared.sync.why_copies})",
+        "rollout engine: transformers, in the trainer's process, one per rank, adapters, shared base",
         "training engine: DeepSpeed ZeRO 2, adamw; configuration passed on: aio",
         "memory: nothing moves between the phases",
     ]

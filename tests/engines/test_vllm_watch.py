@@ -332,7 +332,7 @@ def test_conversations_end_when_their_engine_is_killed(engine):
     watch = EngineWatch(processes, stall_timeout_s=60.0)
     with (
         pytest.raises(EngineLostError, match=r"was killed by SIGKILL.*waits for it to generate 1 conversations"),
-        open_stream(SilentClient(), watch, SAMPLING, "generate 1 conversations") as stream,
+        open_stream(SilentClient(), watch, SAMPLING, "generate 1 conversations", adapter=None) as stream,
     ):
         stream.submit([REQUEST])
         assert stream.receive() == [] and stream.num_running == 1
@@ -347,7 +347,7 @@ def test_only_an_engine_with_requests_must_make_progress(engine):
     watch = EngineWatch(engine[0], stall_timeout_s=0.5)
     with (
         pytest.raises(EngineLostError, match=r"has made no progress for 0\.5 s"),
-        open_stream(SilentClient(), watch, SAMPLING, "generate 1 conversations") as stream,
+        open_stream(SilentClient(), watch, SAMPLING, "generate 1 conversations", adapter=None) as stream,
     ):
         for _ in range(10):
             assert stream.receive() == []
@@ -362,7 +362,7 @@ def test_conversations_that_are_given_up_leave_an_engine_that_takes_no_call(engi
     watch = EngineWatch(engine[0], stall_timeout_s=60.0)
     with (
         pytest.raises(LookupError),
-        open_stream(SilentClient(), watch, SAMPLING, "generate 1 conversations") as stream,
+        open_stream(SilentClient(), watch, SAMPLING, "generate 1 conversations", adapter=None) as stream,
     ):
         stream.submit([REQUEST])
         raise LookupError
