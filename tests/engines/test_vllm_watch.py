@@ -319,7 +319,7 @@ class SilentClient:
         self.outputs_queue: queue.Queue = queue.Queue()
         self.engine_core = self
 
-    def add_request(self, *_: object) -> None:
+    def add_request(self, *_: object, **__: object) -> None:
         """Take a request."""
 
 
