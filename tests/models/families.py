@@ -72,7 +72,9 @@ FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
     "qwen3-moe": lambda **o: Qwen3MoeConfig(**SMALL, head_dim=16, **MOE, **o),
     "olmoe": lambda **o: OlmoeConfig(**SMALL | {"intermediate_size": 16}, num_experts=8, num_experts_per_tok=2, **o),
     "deepseek2": lambda **o: DeepseekV2Config(**SMALL | DEEPSEEK, q_lora_rank=None, n_group=1, topk_group=1, **o),
-    "deepseek3": lambda **o: DeepseekV3Config(**SMALL | DEEPSEEK, q_lora_rank=16, n_group=2, topk_group=1, **o),
+    "deepseek3": lambda **o: DeepseekV3Config(
+        **SMALL | DEEPSEEK, q_lora_rank=16, n_group=2, topk_group=1, topk_method="noaux_tc", scoring_func="sigmoid", **o
+    ),
     "mistral": lambda **o: MistralConfig(**SMALL, sliding_window=4, **o),
     "gemma": lambda **o: GemmaConfig(**SMALL, head_dim=16, **o),
     "gemma2": lambda **o: Gemma2Config(**CAPPED, attn_logit_softcapping=1.0, **o),

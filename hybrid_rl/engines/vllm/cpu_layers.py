@@ -3,6 +3,7 @@
 By default vLLM packs weights into layouts of its CPU kernels after loading, and drops or replaces the parameters.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -21,6 +22,22 @@ def keep_cpu_weights_plain() -> None:
     layer_utils.dispatch_cpu_unquantized_gemm = plain_linear
     CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
     CPUUnquantizedExperts.apply = _apply_experts
+
+
+def rotate_heads_in_pytorch() -> None:
+    """Make rotary embeddings of a part of each head run in PyTorch, as DeepSeek's models need them.
+
+    vLLM's kernel for CPUs reads heads that are a dimension of their own at wrong places.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    by_kernel = RotaryEmbedding.forward_cpu
+
+    def rotate(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
+        rotation = self.forward_native if query.dim() == 3 else functools.partial(by_kernel, self)
+        return rotation(positions, query, key)
+
+    RotaryEmbedding.forward_cpu = rotate
 
 
 def _apply_experts(

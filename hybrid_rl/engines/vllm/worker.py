@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from hybrid_rl.engines.vllm.adapters import AdapterSlot, plain_layers
 from hybrid_rl.engines.vllm.arguments import LOAD_FORMAT
-from hybrid_rl.engines.vllm.cpu_layers import keep_cpu_weights_plain
+from hybrid_rl.engines.vllm.cpu_layers import keep_cpu_weights_plain, rotate_heads_in_pytorch
 from hybrid_rl.engines.vllm.lifetime import end_with_trainer, ignore_signals_in_worker
 from hybrid_rl.engines.vllm.rotary import move_buffers
 from hybrid_rl.engines.vllm.stages import record_stages
@@ -168,3 +168,4 @@ end_with_trainer()
 ignore_signals_in_worker()
 if not torch.cuda.is_available():
     keep_cpu_weights_plain()
+    rotate_heads_in_pytorch()
