@@ -75,7 +75,8 @@ def test_a_run_whose_engine_does_not_close_ends_with_this_error(make_config, tmp
 
 FULL = """
 import os, resource, subprocess
-from hybrid_rl.checkpoints import export, snapshot
+from hybrid_rl.checkpoints import snapshot
+from hybrid_rl.models import exporting
 from hybrid_rl.monitoring import metrics, recorder, timeline
 from launch.colocated import main
 
@@ -102,7 +103,7 @@ FULL_PLACES = [
     ("recorder", "write_rollouts", 2, "rollouts/step_000002.jsonl"),
     ("metrics", "append", 2, "metrics.jsonl"),
     ("snapshot.Snapshot", "write", 1, "checkpoints/.partial-step_000002/"),
-    ("export", "save_model", 1, "export"),
+    ("exporting.ModelWriter", "finish", 1, "export"),
     ("timeline.Timeline", "write", 1, "timeline.json"),
 ]
 

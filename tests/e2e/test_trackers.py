@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 from dataclasses import replace
 
 import psutil
@@ -32,7 +33,8 @@ def test_all_trackers_follow_a_run_that_continues(make_config, train_here, tmp_p
             ledger = read_ledger(ledger_path(config.run_dir, library), run_id)
             assert (ledger.last_step, ledger.summarized_step, ledger.error) == (num_steps, num_steps, None)
     assert not [record for record in caplog.records if "run.trackers" in record.message]
-    assert not [p for p in psutil.Process().children(recursive=True) if "hybrid_rl.monitoring" in " ".join(p.cmdline())]
+    alive = [p for p in psutil.process_iter(["cmdline", "ppid"]) if p.info["ppid"] == os.getpid()]
+    assert not [p for p in alive if "hybrid_rl.monitoring" in " ".join(p.info["cmdline"] or ())]
     histograms = [
         json.loads(line) for line in (config.run_dir / "trackers" / "histograms.jsonl").read_text().splitlines()
     ]
