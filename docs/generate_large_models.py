@@ -131,7 +131,7 @@ def machine(num_cards: int) -> Machine:
 
 
 def find(model: str, mode: str, num_cards: int) -> tuple[Alternative | None, Plan]:
-    """Return the settings with which a model fits, None without any, and their plan or that of what saves most."""
+    """Return the settings with which a model fits, and their plan; without any, None and the plan that saves most."""
     config, shapes = read(model, mode)
     start = Alternative(config=config, machine=machine(num_cards))
     found = find_fitting_settings(start, shapes)

@@ -38,8 +38,8 @@ def _checkpoint(work: Workload, allocations: Sequence[Allocation]) -> Moment:
     """Return the moment of a checkpoint.
 
     The GPU gathers one float32 tensor at a time and copies it; each rank copies 12 bytes of each trained parameter of
-    its share to the host, and its share of the moving average and of a reference that moves. The
-    main rank alone copies a reference that is whole on every rank.
+    its share to the host, and its share of the moving average and of a reference that moves. The main rank alone
+    copies a reference that is whole on every rank.
     """
     shapes, machine = work.shapes, work.machine
     trained = [shape for shape in (shapes.actor, shapes.critic) if shape]

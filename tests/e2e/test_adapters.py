@@ -10,16 +10,15 @@ import pytest
 import torch
 
 from hybrid_rl import trainer
-from hybrid_rl.batch import Rollout, make_train_batch
+from hybrid_rl.batch import Rollout
 from hybrid_rl.build import build
 from hybrid_rl.config import Config, LoraConfig
 from hybrid_rl.engines import Generation, Sampling
-from hybrid_rl.memory.micro_batches import TokenLimit
 from hybrid_rl.memory.residency import Phase
 from hybrid_rl.run import Run
-from hybrid_rl.steps.logprobs import Packing, token_logprobs
 from hybrid_rl.weights.adapter_sync import AdapterSync
 from hybrid_rl.weights.verify import SyncError
+from tests.e2e.gaps import largest_gap
 
 pytestmark = pytest.mark.slow
 
@@ -43,24 +42,6 @@ class Live:
     def generate(self) -> list[Generation]:
         prompts = [prompt.token_ids for prompt in self.run.data.eval_prompts]
         return [self.run.engine.generate([ids], SAMPLED, [row])[0] for row, ids in enumerate(prompts)]
-
-    def largest_gap(self, generations: list[Generation]) -> float:
-        """Return the largest absolute difference between a log-prob of the engine and of the trainer."""
-        prompts = self.run.data.eval_prompts
-        rollouts = [
-            Rollout(
-                prompt=prompt,
-                sequence_id=row,
-                response_ids=found.token_ids,
-                rollout_logprobs=found.logprobs,
-                is_truncated=found.is_truncated,
-                text="",
-            )
-            for row, (prompt, found) in enumerate(zip(prompts, generations, strict=True))
-        ]
-        batch, packing = make_train_batch(rollouts), Packing(limit=TokenLimit(48), world=self.run.world)
-        ours = token_logprobs(self.run.actor.forward, batch, packing, temperature=1.0)
-        return float((batch.rollout_logprobs - ours).abs()[batch.response_mask].max())
 
 
 def read_base(run: Run) -> dict[str, torch.Tensor]:
@@ -113,15 +94,15 @@ def test_each_sync_sends_the_adapters_and_verifies_them_and_the_base(live: Live)
 
 def test_engine_and_trainer_agree_to_float32_rounding_after_steps(live: Live):
     generations = live.generate()
-    assert live.largest_gap(generations) < 2e-5
+    assert largest_gap(live.run, generations) < 2e-5
     with torch.no_grad():
         for parameter in live.run.actor.module.parameters():
             if parameter.requires_grad and live.is_aliased:
                 parameter.add_(0.05)
     if live.is_aliased:  # the engine has older adapters than the trainer
-        assert live.largest_gap(live.generate()) > 1e-3
+        assert largest_gap(live.run, live.generate()) > 1e-3
         live.run.weight_sync.sync()
-        assert live.largest_gap(live.generate()) < 2e-5
+        assert largest_gap(live.run, live.generate()) < 2e-5
 
 
 def test_the_base_is_what_it_was_before_the_first_step(live: Live):

@@ -10,20 +10,19 @@ import pytest
 import torch
 
 from hybrid_rl import trainer
-from hybrid_rl.batch import Rollout, make_train_batch
 from hybrid_rl.build import build
 from hybrid_rl.config import Config, OptimizerConfig, SyncConfig
 from hybrid_rl.engines import Generation, Sampling
 from hybrid_rl.engines.huggingface import HuggingFaceEngine
 from hybrid_rl.engines.vllm.engine import VllmEngine
 from hybrid_rl.engines.vllm.sampling import sampling_params
-from hybrid_rl.memory.micro_batches import TokenLimit
 from hybrid_rl.memory.residency import Phase
 from hybrid_rl.monitoring.timeline import Timeline
 from hybrid_rl.run import Run
-from hybrid_rl.steps.logprobs import LogprobGapError, Packing, token_logprobs
+from hybrid_rl.steps.logprobs import LogprobGapError
 from hybrid_rl.weights.sync import AliasSync, CopySync
 from hybrid_rl.weights.verify import SyncError
+from tests.e2e.gaps import largest_gap
 
 CPU = torch.device("cpu")
 VICTIM = "model.layers.1.mlp.up_proj.weight"
@@ -52,25 +51,6 @@ class Pair:
         """Generate one response at a time, because rounding depends on the batch, and the batch on timing."""
         prompts = [prompt.token_ids for prompt in self.run.data.eval_prompts]
         return [engine.generate([ids], SAMPLED, [row])[0] for row, ids in enumerate(prompts)]
-
-    def largest_gap(self, generations: list[Generation]) -> float:
-        """Return the largest absolute difference between a log-prob of the engine and of the trainer."""
-        rollouts = [
-            Rollout(
-                prompt=prompt,
-                sequence_id=row,
-                response_ids=found.token_ids,
-                rollout_logprobs=found.logprobs,
-                is_truncated=found.is_truncated,
-                text="",
-            )
-            for row, (prompt, found) in enumerate(zip(self.run.data.eval_prompts, generations, strict=True))
-        ]
-        batch = make_train_batch(rollouts)
-        ours = token_logprobs(
-            self.run.actor.forward, batch, Packing(limit=TokenLimit(48), world=self.run.world), temperature=1.0
-        )
-        return float((batch.rollout_logprobs - ours).abs()[batch.response_mask].max())
 
 
 @pytest.fixture(scope="module")
@@ -126,12 +106,12 @@ def test_generate_is_refused_before_the_first_weight_sync(pair: Pair):
 
 def test_the_engine_follows_the_trainer_without_copies(pair: Pair, train_step):
     before = pair.generate(pair.run.engine)
-    assert pair.largest_gap(before) < 1e-4
+    assert largest_gap(pair.run, before) < 1e-4
     train_step(pair.run.actor)
-    assert pair.largest_gap(before) > 1e-3  # the trainer has moved
+    assert largest_gap(pair.run, before) > 1e-3  # the trainer has moved
     pair.run.weight_sync.sync()
     after = pair.generate(pair.run.engine)
-    assert pair.largest_gap(after) < 1e-4 and after != before
+    assert largest_gap(pair.run, after) < 1e-4 and after != before
 
 
 def test_alias_and_copy_give_the_same_log_probs_bit_for_bit(pair: Pair, train_step):
